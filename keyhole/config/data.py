@@ -7,7 +7,8 @@ import dataclasses
 from typing import Any
 
 from keyhole.config.schema import TrainConfig
-from keyhole.data.settings import AUTO, BEFORE, DataSettings
+from keyhole.data.examples import AUTO
+from keyhole.data.settings import BEFORE, DataSettings
 from keyhole.errors import UserError
 from keyhole.limits import Count, fits
 from keyhole.methods.settings import kinds

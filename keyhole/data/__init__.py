@@ -1,19 +1,18 @@
-"""From files and tasks to batches: one stream of rows, one collector, one cache, one preview.
+"""From files and tasks to batches: one stream of rows, one collector, one cache, one preview. In the order of reading:
 
-settings                         the settings of data
-files                            sources as files, and what is odd about them; every row of them
-opened, readers                  a file, opened within bounds; its rows (JSON, CSV, plain text)
-parquet, delimited               rows of Parquet; cells of CSV and TSV
-formats, turns, row_template     rows as chats or plain text; texts from the columns of a row
-sources                          checked before anything is read
-worker, sandbox                  a process with a limit of time and memory; Jinja in it
-chat_template, answers           a chat as text, and the positions of its answers
-tokens, render                   what is asked of a tokenizer; text as tokens, and which of them are trained on
-collect, prepare, report         cuts, drops, mixes and packs samples; counts what was lost on the way
-cache                            what was made of files, kept for the next run
-dataset, batches                 samples in memory; batches in a resumable order, padded to a few widths
-capacity                         the limits of a model
-run                              the data of a run
-preview                          samples as readable text, and for a page
-tasks/                           public tasks by name, and the user's own task files
+sources        sources as files, their rows, and what is odd about them; checked before torch is imported
+examples       rows as chats or plain text; texts from the columns of a row
+tokens         examples as tokens, and which of them are trained on
+collect        cuts, drops, mixes and packs samples; report counts what was lost on the way
+batches        batches in a resumable order, padded to a few widths
+
+prepare, run                 from a source to a Dataset; the data of a run, from files or tasks
+settings, cache, preview     the settings of data; what was made of files, kept; samples as readable text
+opened, readers, parquet     a file, opened within bounds; its rows
+turns                        what a turn of a chat may contain
+worker                       a process with a limit of time and memory, for programs that are not ours
+chat_template, answers       Jinja; a chat as text, and the positions of its answers
+tokenizer, dataset           what is asked of a tokenizer; samples in memory
+capacity                     the limits of a model
+tasks/                       public tasks by name, and the user's own task files
 """

@@ -27,15 +27,15 @@ from typing import NamedTuple
 
 from keyhole.data.chat_template import ChatTemplate, Given, Rendering, Span, Turns
 from keyhole.data.turns import (
+    TRAIN,
     Turn,
     called_names,
     described_names,
-    document_texts,
     further_texts,
-    is_ignored_wish,
     is_trained,
     is_written,
     reasoning,
+    texts_in,
     words,
 )
 from keyhole.data.worker import why
@@ -72,7 +72,6 @@ class Rendered(NamedTuple):
     spans: list[Span]
     lost: Lost = Lost()
     marked: bool = False  # the template marks its answers
-    dated: bool = False  # it has asked for the date
 
 
 def find(template: ChatTemplate, chat: Chat) -> Rendered:
@@ -88,22 +87,25 @@ def find(template: ChatTemplate, chat: Chat) -> Rendered:
             f"{chat.where}: the chat template cannot write this chat (roles: {roles}): {printable(why(error), 400)}"
         ) from None
     spans: list[Span] = []
-    counts, keys, others = Counter[str](), list[str](), [turn for turn in turns if turn["role"] != "assistant"]
-    for i in (i for i, turn in enumerate(chat.turns) if is_trained(turn)):
-        found = _Answer(template, chat, turns, i, done).spans()
-        missing, unsaid = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
-        counts.update(missing)
+    counts, keys = Counter[str](), list[str]()
+    for i, (turn, given) in enumerate(zip(chat.turns, turns, strict=True)):
+        unsaid: list[str] = []
+        if is_trained(turn):
+            found = _Answer(template, chat, turns, i, done).spans()
+            missing, unsaid = _missing(given, "".join(done.text[a:b] for a, b in found))
+            counts.update(missing)
+            spans += [] if missing["calls"] or (missing["empty"] and unsaid) else found
+        elif turn["role"] != "assistant":
+            texts = {key: texts for key, texts in further_texts(given).items() if key not in ABOUT_TURNS}
+            unsaid = [key for key, said in texts.items() if not all(is_written(each, done.text) for each in said)]
+            counts["context"] += not is_written(given["content"].strip(), done.text)
+            counts["unheard"] += any(turn.get(key) == 1 for key in TRAIN)  # only answers are trained on
         keys += unsaid
-        spans += [] if missing["calls"] or (missing["empty"] and unsaid) else found
-    for turn in others:
-        texts = {key: texts for key, texts in further_texts(turn).items() if key not in ABOUT_TURNS}
-        keys += [key for key, said in texts.items() if not all(is_written(each, done.text) for each in said)]
-        counts["context"] += not is_written(turn["content"].strip(), done.text)
-    counts["unheard"] = sum(map(is_ignored_wish, chat.turns))
     counts["tools"] = any(name not in done.text for name in described_names(chat.given.get("tools")))
-    counts["documents"] = any(not is_written(text, done.text) for text in document_texts(chat.given))
+    documents = filter(None, map(texts_in, chat.given.get("documents") or ()))  # the longest text is its content
+    counts["documents"] = any(not is_written(max(texts, key=len), done.text) for texts in documents)
     lost = Lost(+counts, tuple(keys), tuple(template.unread(chat.given)))
-    return Rendered(done.text, spans, lost, done.marked is not None, done.dated)
+    return Rendered(done.text, spans, lost, done.marked is not None)
 
 
 class _Answer(NamedTuple):

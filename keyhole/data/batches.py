@@ -42,7 +42,8 @@ import numpy as np
 import torch
 
 from keyhole.data.dataset import IGNORED, Dataset, Sample
-from keyhole.data.settings import AUTO, BEFORE
+from keyhole.data.examples import AUTO
+from keyhole.data.settings import BEFORE
 from keyhole.errors import UserError
 from keyhole.machine.text import counted
 

@@ -7,34 +7,32 @@ hashing a file is some hundred times faster than tokenising it. Packing and mixi
 an entry.
 
 By default entries are in the user's cache directory (disk/user_cache.py), for files of 64 KiB and more, and errors with
-them are ignored. A directory that the user names must be writable.
-
-    directory/<32 hex digits>.keyhole-data
-
-    length of the JSON u64, JSON, the arrays one after the other, BLAKE2b-128 of all
-
-An entry whose hash does not match is rebuilt. Nothing is written if a file has changed since its bytes were hashed.
-Hub ids are not cached here: `datasets` has its own cache.
+them are ignored. A directory that the user names must be writable. An entry is an .npz of arrays, one of which is JSON,
+and a hash of it; one whose hash does not match is rebuilt. Nothing is written if a file has changed since its bytes
+were hashed. Hub ids are not cached here: `datasets` has its own cache.
 """
 
 import hashlib
+import io
 import json
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from keyhole.data.settings import AUTO
+from keyhole.data.examples import AUTO
 from keyhole.disk import user_cache
 from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files, versions
 from keyhole.errors import UserError
 
-FORMAT, SUFFIX = 2, ".keyhole-data"
+FORMAT, SUFFIX = 3, ".keyhole-data"
 LEAST_BYTES = 2**16  # smaller files are read fast enough
-KINDS = {"ids": "i4", "trained": "?", "lengths": "i8", "sources": "i4", "place": "i4", "row": "i8"}  # by name of array
+DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, zipfile.BadZipFile)
 
+About = dict[str, Any]  # what goes into JSON
 Arrays = Mapping[str, np.ndarray]
 Made = TypeVar("Made")
 
@@ -45,8 +43,8 @@ def kept(
     names: list[str],
     key: object,
     make: Callable[[], Made],
-    pack: Callable[[Made], tuple[dict[str, Any], Arrays]],
-    unpack: Callable[[dict[str, Any], Arrays], Made],
+    pack: Callable[[Made], tuple[About, Arrays]],
+    unpack: Callable[[About, Arrays], Made],
 ) -> tuple[Made, Path | None]:
     """What `make` makes of these files, and the entry that it was read from; made, and written, if there is none.
     asked: the setting. key: all that it depends on besides the files, as JSON. pack, unpack: its parts."""
@@ -61,33 +59,22 @@ def kept(
     digest.update(digest_of_files(names))
     path = directory / f"{digest.hexdigest()}{SUFFIX}"
     try:
-        return unpack(*_read(path)), path
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        with np.load(io.BytesIO(user_cache.read_entry(path))) as entry:
+            found = dict(entry)
+        return unpack(json.loads(found.pop("about").tobytes()), found), path
+    except DAMAGED:
         pass  # missing, damaged or not ours
     made = make()
     if versions(names) != before:
         return made, None  # a file was written to meanwhile: this may not be what the bytes in the key make
     try:
         about, arrays = pack(made)
-        parts = [np.ascontiguousarray(array, dtype=KINDS[name]) for name, array in arrays.items()]
-        text = json.dumps([about, [[name, len(array)] for name, array in arrays.items()]]).encode()
-        front = len(text).to_bytes(8, "little")
-        user_cache.write_entry(path, (front, text, *(memoryview(part).cast("B") for part in parts)))
+        content = io.BytesIO()
+        np.savez(content, allow_pickle=False, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
+        user_cache.write_entry(path, [content.getbuffer()])
         if str(asked) == AUTO:
             user_cache.trim(directory, SUFFIX)
     except OSError as error:
         if str(asked) != AUTO:
             raise UserError(f"data_cache: cannot write to {directory}: {error.strerror or error}") from None
     return made, None
-
-
-def _read(path: Path) -> tuple[dict[str, Any], Arrays]:
-    """The parts of an entry; an error if it is missing or damaged."""
-    content = user_cache.read_entry(path)
-    length = int.from_bytes(content[:8], "little")
-    about, sizes = json.loads(content[8 : 8 + length])
-    at, arrays = 8 + length, {}
-    for name, count in sizes:
-        arrays[name] = np.frombuffer(content, KINDS[name], count, at)
-        at += arrays[name].nbytes
-    return about, arrays

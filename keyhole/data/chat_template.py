@@ -14,22 +14,133 @@ Without a chat template, chats are written with PLAIN_TEMPLATE, with Alpaca's he
 
 Llama 3's templates have a variable `date_string`; they get their own default. `strftime_now` returns the date on which
 the run began.
-"""
+
+The sandbox, of task files too, is Jinja's: no files, no private attributes, no changes of what is passed in. Beside
+Jinja's own, programs have `tojson`, `raise_exception`, `strftime_now`, `break` and `continue`, and the tag
+`generation`. What would differ from run to run is missing (`random`), and `strftime_now` gets a date, not the clock's:
+a run that is resumed tomorrow must get the same tokens. `Loops` inserts statements that record which message a text is
+written for."""
 
 import datetime
+import json
 import re
 import secrets
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-from keyhole.data.sandbox import MOST_SOURCE, Loops, Sandbox, Trace, written
-from keyhole.data.tokens import Tokenizer, bos_ids, special_tokens
+from keyhole.data.opened import Row
+from keyhole.data.tokenizer import Tokenizer, bos_ids, special_tokens
 from keyhole.data.turns import FLAGS, OWN_VARIABLES, REASONING, Turn, call_as
 from keyhole.data.worker import bounded, why
 from keyhole.errors import UserError, printable
+
+MOST_TEXT = 2**25
+FOLLOW = "follow the loops"  # a filter that no template can name
+
+
+class Generation(Extension):
+    """The tag around text that the model generates."""
+
+    tags = {"generation"}
+    environment: "Sandbox"
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(lineno)
+
+    def mark(self, caller: Callable[[], str]) -> str:
+        return caller().join(self.environment.brackets)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of one program. brackets: written around what the model generates, where its place is wanted."""
+
+    brackets = ("", "")
+
+    def __init__(self, date: datetime.date | None = None, **options: Any) -> None:
+        super().__init__(extensions=[Generation, loopcontrols], **options)
+        midnight = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
+        self.trace = Trace([])
+        self.filters["tojson"] = _tojson
+        self.filters[FOLLOW] = jinja2.pass_context(lambda _, item, change: self.trace.follow(item, change))
+        self.filters.pop("random")
+        self.globals.pop("lipsum")
+        self.globals |= {"raise_exception": _raise, "strftime_now": midnight.strftime}
+
+
+def written(program: jinja2.Template, variables: Row, trace: "Trace | None" = None) -> str:
+    """The text of a program. trace: is told its length so far, piece by piece."""
+    pieces, length = [], 0
+    for piece in program.generate(**variables):
+        pieces.append(piece)
+        length += len(piece)
+        if length > MOST_TEXT:
+            raise MemoryError
+        if trace is not None:
+            trace.position = length
+    return "".join(pieces)
+
+
+class Loops(NodeTransformer):
+    """Inserts a call of the filter FOLLOW before and after every loop (+1, -1), and at the top of its body (0) with the
+    item."""
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
+        self.generic_visit(node)
+        item = nodes.Name(node.target.name, "load") if isinstance(node.target, nodes.Name) else nodes.Const(None)
+        node.body.insert(0, _call(item, 0, node.lineno))
+        return [_call(nodes.Const(None), 1, node.lineno), node, _call(nodes.Const(None), -1, node.lineno)]
+
+
+def _call(item: nodes.Expr, change: int, lineno: int) -> nodes.Node:
+    filtered = nodes.Filter(item, FOLLOW, [nodes.Const(change)], [], None, None, lineno=lineno)
+    return nodes.ExprStmt(filtered, lineno=lineno)
+
+
+class Trace:
+    """Which message each part of a text was written for: (start, end, index of the message)."""
+
+    def __init__(self, messages: list[Row]) -> None:
+        self.index = {id(message): i for i, message in enumerate(messages)}
+        self.loops: list[int | None] = []  # for each running loop: the index of its current message
+        self.segments: list[tuple[int, int, int]] = []
+        self.position = self.since = 0
+
+    def follow(self, item: object, change: int) -> None:
+        owner = next((i for i in reversed(self.loops) if i is not None), None)
+        if owner is not None and self.position > self.since:
+            self.segments.append((self.since, self.position, owner))
+        self.since = self.position
+        if change > 0:
+            self.loops.append(None)
+        elif change < 0:
+            self.loops.pop()
+        else:
+            self.loops[-1] = self.index.get(id(item))
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -43,7 +154,7 @@ MARKER, VALUE = "Q0Z", "Z1Q"
 DATE = "26 Jul 2024"
 
 Turns = list[Turn]
-Given = dict[str, Any]  # variables of one chat: tools, documents, others by name
+Given = Row  # variables of one chat: tools, documents, others by name
 Span = tuple[int, int]
 
 
@@ -53,7 +164,6 @@ class Rendering(NamedTuple):
     text: str
     segments: list[tuple[int, int, int]]
     marked: list[Span] | None
-    dated: bool
 
     @property
     def after(self) -> str:
@@ -65,8 +175,6 @@ class Program:
     """A compiled template."""
 
     def __init__(self, source: str, date: datetime.date) -> None:
-        if len(source) > MOST_SOURCE:
-            raise jinja2.TemplateError(f"a template of {len(source):,} characters; {MOST_SOURCE:,} are the most")
         self.sandbox = Sandbox(date, trim_blocks=True, lstrip_blocks=True)
         parsed = self.sandbox.parse(source)
         self.has_marks = parsed.find(nodes.ExtensionAttribute) is not None
@@ -74,13 +182,15 @@ class Program:
         self.program = self.sandbox.from_string(Loops().visit(parsed))
 
     def render(self, turns: Turns, variables: Given) -> Rendering:
-        messages = [_with_reasoning(turn) for turn in turns]
+        messages = []
+        for turn in turns:  # with the reasoning under every name that templates use for it
+            thought = next((turn[key] for key in REASONING if turn.get(key) is not None), None)
+            names = {} if thought is None else dict.fromkeys(REASONING, thought)
+            messages.append(names | turn | ({"reasoning_content": thought} if names else {}))
         given = {"documents": None, **variables, "messages": messages}
         self.sandbox.trace = trace = Trace(messages)
-        self.sandbox.dated = False
-        text = written(self.program, given, trace.step)
-        marked = self._marked(given, text) if self.has_marks else None
-        return Rendering(text, trace.segments, marked, self.sandbox.dated)
+        text = written(self.program, given, trace)
+        return Rendering(text, trace.segments, self._marked(given, text) if self.has_marks else None)
 
     def _marked(self, given: Given, text: str) -> list[Span]:
         """The places of marked text, from a second run with brackets around it."""
@@ -106,16 +216,9 @@ class Program:
 compiled = lru_cache(16)(Program)
 
 
-def _with_reasoning(turn: Turn) -> Turn:
-    """A copy with the reasoning under every name that templates use for it."""
-    reasoning = next((turn[key] for key in REASONING if turn.get(key) is not None), None)
-    names = dict.fromkeys(REASONING, reasoning)
-    return {**turn} if reasoning is None else {**names, **turn, "reasoning_content": reasoning}
-
-
 class ChatTemplate:
     """The chat template of a tokenizer, a given one, or the plain one. `write` is for callers; the other methods run in
-    the process of worker.py, where answers.py calls them."""
+    the process of worker.py, where answers.py calls them. name: what it is, for the report."""
 
     def __init__(
         self,
@@ -125,12 +228,16 @@ class ChatTemplate:
         date: datetime.date | None = None,
         stop_token_ids: tuple[int, ...] = (),
     ) -> None:
-        self.given, self.is_plain = bool(source), not source and not tokenizer.chat_template
-        if self.is_plain:  # it writes bos where the tokenizer would
+        self.is_tokenizers, self.name = False, "the one of the setting chat_template"
+        if not source and tokenizer.chat_template:
+            self.is_tokenizers, self.name = True, "chat template of the tokenizer"
+        elif not source:  # the plain one writes bos where the tokenizer would
             source = ("{{ bos_token }}" if bos_ids(tokenizer) else "") + PLAIN_TEMPLATE
+            self.name = "none in the tokenizer; '### Instruction:' and '### Response:' are used"
         self.source = source or tokenizer.get_chat_template(None, None)
         self.source_with_tools = source or tokenizer.get_chat_template(None, [{}])  # some tokenizers have two
         self.date = date or datetime.date.today()
+        self.dated = f"; it may print the date, {self.date}" if "strftime_now" in self.source else ""
         special = special_tokens(tokenizer)
         self.special_words = tuple(sorted(special.values(), key=len, reverse=True))
         self.special = re.compile("|".join(map(re.escape, self.special_words)) or r"(?!)")

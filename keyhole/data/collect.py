@@ -1,9 +1,8 @@
-"""Collects rows one by one into two growing arrays: cuts, drops and counts samples.
+"""Collects rows one by one into growing arrays: cuts, drops and counts samples; then mixes and packs them.
 
-Rows of files and of tasks come as `Encoded`: one sample, or the samples of a group (the candidates of a question).
-
-Token ids go into an int32 array and masks into a byte array. Both grow in place, so the peak of memory is the 5 bytes
-per token that are kept (and the sixteenth that a growing array has in reserve).
+Rows of files come as tokens, rows of tasks as `Encoded`: one sample, or the samples of a group (the candidates of a
+question). Token ids go into an int32 array and masks into a byte array, so the peak of memory is the 5 bytes per token
+that are kept (and the sixteenth that a growing array has in reserve).
 
 A sample longer than max_length is cut (`overlong: truncate`). With n = max_length, and the first answer beginning
 after p tokens of prompt and ending at e:
@@ -18,37 +17,41 @@ every token but the first of the text is predicted once.
 
 The share of *trained* tokens that was cut is reported. A sample without trained tokens is dropped and counted: it would
 cost a forward pass and teach nothing. A data set of only such samples is an error.
+
+`train_weights` mixes several sources: 2 gives every sample of a source two rows per epoch, 0.5 every second sample one
+row (the seed decides which). Rows refer to samples, so a repeated sample costs no memory.
 """
 
 import hashlib
+import math
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from keyhole.data.dataset import Cut, Dataset, Places
-from keyhole.data.formats import Example
-from keyhole.data.render import Tokens
+from keyhole.data.batches import order
+from keyhole.data.dataset import IGNORED, Cut, Dataset, Places, Sample
+from keyhole.data.examples import Example
 from keyhole.data.report import Report, count_names
 from keyhole.data.settings import DataSettings
+from keyhole.data.tokens import Tokens
 from keyhole.errors import UserError, listed
+from keyhole.model.rows import pack
 
 CUT_SHOWN = 12  # tokens of a cut that the preview can show
+LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
 
 
 class Encoded(NamedTuple):
-    """One row in tokens.
+    """One row in tokens. right: of the candidates of a question, the index of the right one. label: rows with the same
+    one are spread evenly over an epoch."""
 
-    samples: (ids, trained) of each. right: of the candidates of a question, the index of the right one. target, types:
-    of a classifier's row. label: rows with the same one are spread evenly over an epoch."""
-
-    samples: list[tuple[np.ndarray, np.ndarray]]
+    samples: list[Sample]
     where: str
     source: int = 0
     right: int | None = None
-    target: int | float | None = None
-    types: list[int] | None = None
     label: tuple[int, str | int | None] | None = None
 
 
@@ -75,31 +78,34 @@ class Collector:
 
     def add(self, example: Example, tokens: Tokens) -> None:
         """Adds one example of a file: keeps, cuts, splits or drops it."""
-        r, ids_T, trained_T = self.report, tokens.ids_T, tokens.trained_T
+        r, where, limit, how = self.report, example.record.where, self.how.max_length, self.how.overlong
         self.chats += example.turns is not None
         self.roles |= {turn["role"] for turn in example.turns or ()}
         r.lost.update(tokens.lost.counts)
         count_names(r.lost_variables, tokens.lost.variables)
         count_names(r.lost_keys, tokens.lost.keys)
-        cut, limit = None, self.how.max_length
-        if limit is not None and len(ids_T) > limit:
-            if self.how.overlong == "error":
-                raise UserError(
-                    f"{example.record.where}: {len(ids_T):,} tokens, more than max_length={limit}; "
-                    "raise max_length, or set overlong to truncate, split or drop"
-                )
-            if self.how.overlong == "drop":
-                r.dropped_overlong += 1
-                return
-            if self._is_split(example):
-                self._split(example, tokens, limit)
-                return
-            ids_T, trained_T, cut = self._truncate(ids_T, trained_T, limit)
-        self._add(example, ids_T, trained_T, tokens, cut)
+        if limit is None or len(tokens.ids_T) <= limit:
+            self._add(example, tokens, None)
+        elif how == "error":
+            raise UserError(
+                f"{where}: {len(tokens.ids_T):,} tokens, more than max_length={limit}; raise max_length, or set "
+                "overlong to truncate, split or drop"
+            )
+        elif how == "drop":
+            r.dropped_overlong += 1
+        elif how == "split" and (example.turns is not None or example.prompt):
+            raise UserError(
+                f"{where}: longer than max_length={limit}, and overlong=split is for plain text; the second part of "
+                "an answer would be without its question: set overlong to truncate, drop or error"
+            )
+        elif how == "split" or example.record.is_document:
+            self._split(example, tokens, limit)
+        else:
+            self._add(example, *self._truncated(tokens, limit))
 
-    def _add(self, example: Example, ids_T: np.ndarray, trained_T: np.ndarray, tokens: Tokens, cut: Cut | None) -> None:
+    def _add(self, example: Example, tokens: Tokens, cut: Cut | None) -> None:
         """Adds a sample of the right length, unless it teaches nothing or is known."""
-        r, record = self.report, example.record
+        r, record, (ids_T, trained_T) = self.report, example.record, tokens[:2]
         if not trained_T.any():
             r.dropped_untrained += 1
             return
@@ -113,45 +119,45 @@ class Collector:
             self.cuts[len(self.lengths)] = cut
         self.pieces[record.file] += record.is_document
         where = f"{record.file}, sample {self.pieces[record.file]}" if record.is_document else record.where
-        self.keep(Encoded([(ids_T, trained_T)], where, record.source))
+        self._keep(ids_T, trained_T, where, record.source)
         self.ends.update([] if tokens.end_id is None else [tokens.end_id])
         r.unpredicted += tokens.unpredicted
 
+    def _keep(self, ids_T: np.ndarray, trained_T: np.ndarray, where: str, source: int) -> None:
+        r = self.report
+        self.ids.frombytes(ids_T.tobytes())
+        self.trained += trained_T.tobytes()
+        self.lengths.append(len(ids_T))
+        self.where.add(where)
+        self.source.append(source)
+        r.samples += 1
+        r.tokens += len(ids_T)
+        r.trained_tokens += int(np.count_nonzero(trained_T))
+        r.unknown += int((ids_T == self.unknown_id).sum()) if self.unknown_id is not None else 0
+        r.longest = max(r.longest, len(ids_T))
+
     def keep(self, row: Encoded) -> None:
-        """Adds a row as it is."""
-        r, first = self.report, len(self.lengths)
-        for ids_T, trained_T in row.samples:
-            self.ids.frombytes(np.ascontiguousarray(ids_T, dtype=np.int32).tobytes())
-            self.trained += np.ascontiguousarray(trained_T, dtype=bool).tobytes()
-            self.lengths.append(len(ids_T))
-            self.where.add(row.where)
-            self.source.append(row.source)
-            r.samples += 1
-            r.tokens += len(ids_T)
-            r.trained_tokens += int(np.count_nonzero(trained_T))
-            r.unknown += int((ids_T == self.unknown_id).sum()) if self.unknown_id is not None else 0
-            r.longest = max(r.longest, len(ids_T))
+        """Adds a row of a task as it is."""
+        first = len(self.lengths)
+        for sample in row.samples:
+            self._keep(
+                np.array(sample.input_ids, dtype=np.int32), np.array(sample.labels) != IGNORED, row.where, row.source
+            )
+            self.targets += [] if sample.target is None else [sample.target]
+            self.types += [] if sample.token_type_ids is None else [sample.token_type_ids]
         if row.right is not None:
             self.rows.append(list(range(first, len(self.lengths))))
             self.right.append(row.right)
         if row.label is not None:
             self.classes += [self._labels.setdefault(row.label, len(self._labels))] * len(row.samples)
-        self.targets += [] if row.target is None else [row.target]
-        self.types += [] if row.types is None else [row.types]
 
-    def _is_split(self, example: Example) -> bool:
-        """Whether a sample that is too long becomes several; refused where the parts would have lost their context."""
-        if self.how.overlong == "split" and (example.turns is not None or example.prompt):
-            raise UserError(
-                f"{example.record.where}: longer than max_length={self.how.max_length}, and overlong=split is for "
-                "plain text; the second part of an answer would be without its question: set overlong to truncate, "
-                "drop or error"
-            )
-        return self.how.overlong == "split" or example.record.is_document
+    def _bos_in(self, ids_T: np.ndarray) -> int:
+        """How many tokens of a leading bos a sample has."""
+        return len(self.bos) if self.bos and ids_T[: len(self.bos)].tolist() == self.bos else 0
 
     def _split(self, example: Example, tokens: Tokens, n: int) -> None:
         """Adds the sample as several of at most n tokens."""
-        head = len(self.bos) if self.bos and tokens.ids_T[: len(self.bos)].tolist() == self.bos else 0
+        head = self._bos_in(tokens.ids_T)
         if head >= n:
             raise UserError(f"max_length={n}: no more than the {head} tokens that begin a text; raise it")
         ids_T, trained_T = tokens.ids_T[head:], tokens.trained_T[head:]
@@ -161,14 +167,15 @@ class Collector:
             own, mask = np.r_[tokens.ids_T[:head], ids_T[part]], np.r_[tokens.trained_T[:head], trained_T[part]]
             mask[0] = False
             self.report.windows += 1
-            self._add(example, own, mask, tokens, None)
+            self._add(example, tokens._replace(ids_T=own, trained_T=mask), None)
 
-    def _truncate(self, ids_T: np.ndarray, trained_T: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, Cut]:
+    def _truncated(self, tokens: Tokens, n: int) -> tuple[Tokens, Cut]:
         """At most n tokens, with as much of the first answer as possible."""
+        ids_T, trained_T = tokens[:2]
         first = int(trained_T.argmax()) if trained_T.any() else 0
         stops = np.flatnonzero(~trained_T[first:])
         end = first + int(stops[0]) if len(stops) else len(ids_T)
-        head = len(self.bos) if self.bos and ids_T[: len(self.bos)].tolist() == self.bos else 0
+        head = self._bos_in(ids_T)
         prompt, before = first - head, 0
         if end > n and prompt > 0 and trained_T.any():
             before = prompt - max(min(prompt, n // 2), min(prompt, n - head - (end - first)))
@@ -179,7 +186,7 @@ class Collector:
         self.report.truncated += 1
         self.report.cut_prompts += before > 0
         self.report.cut_trained_tokens += cut.trained
-        return ids_T[:n], trained_T[:n], cut
+        return tokens._replace(ids_T=ids_T[:n], trained_T=trained_T[:n]), cut
 
     def dataset(self, pad_token_id: int, chat_template: str | None = None) -> Dataset:
         """The samples, one per row; an error if there are none."""
@@ -203,18 +210,61 @@ class Collector:
         )
 
     def nothing_left(self) -> str:
-        r = self.report
+        r, roles = self.report, listed(sorted(self.roles)) or "none"
+        told = [
+            (r.dropped_overlong, f"are longer than max_length={r.max_length}: raise it"),
+            (r.dropped_no_choice, "are questions of which no candidate is wrong, which loss=candidates needs"),
+            (r.lost["calls"], "are answers that call tools, which the chat template does not write"),
+            (
+                r.dropped_untrained,
+                f"have no trained token: no answer (roles found: {roles}), an empty one, or one that begins after "
+                f"max_length={r.max_length}",
+            ),
+        ]
         lines = [f"no sample is left to train on ({r.read:,} rows read, train_on={r.train_on})"]
-        if r.dropped_overlong:
-            lines.append(f"  {r.dropped_overlong:,} are longer than max_length={r.max_length}: raise it")
-        if r.dropped_no_choice:
-            lines.append(f"  of {r.dropped_no_choice:,} no candidate is wrong, which loss=candidates needs")
-        if r.lost["calls"]:
-            lines.append(f"  {r.lost['calls']:,} answers are tool calls that the chat template does not write")
-        if r.dropped_untrained:
-            lines.append(
-                f"  {r.dropped_untrained:,} have no trained token: no answer (roles found: "
-                f"{listed(sorted(self.roles)) or 'none'}), an empty one, or one that begins after "
-                f"max_length={r.max_length}"
-            )
-        return "\n".join(lines)
+        return "\n".join(lines + [f"  {count:,} {what}" for count, what in told if count])
+
+
+def arrange(data: Dataset, how: DataSettings, sources: int) -> Dataset:
+    """The data set with its rows: samples mixed by weight, then packed. sources: of files, or tasks."""
+    weights = how.train_weights
+    if weights is not None and len(weights) != sources:
+        kind = "tasks" if how.task else "sources"
+        raise UserError(f"train_weights: {len(weights)} numbers for {sources} {kind}; give one for each")
+    if weights is not None and not all(0 <= weight < math.inf for weight in weights):
+        raise UserError(f"train_weights: {listed(weights)}: expected numbers from 0 on")
+    if weights is not None:
+        data.choose(_mixed(data, weights, how.seed))
+    if how.packing:
+        assert how.max_length is not None  # DataSettings refuses packing without it
+        members = [row[0] for row in data.rows]
+        rows = pack([data.lengths[i] for i in members], how.max_length)
+        data.rows, data.packed = [[members[k] for k in row] for row in rows], True
+    if not data.rows:
+        raise UserError("train_weights: no sample is left; give a source a weight above 0")
+    data.report.packed, data.report.rows = how.packing, len(data.rows)
+    return data
+
+
+def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
+    """Rows in the order of their sources, each as often as the weight of its source requires."""
+    sources = np.array([data.sources[row[0]] for row in data.rows])
+    chosen: list[int] = []
+    told: list[str] = []
+    total, most = sum(weights[row] for row in sources.tolist()), max(LEAST_MIXED, MOST_GROWTH * len(sources))
+    if total > most:
+        raise UserError(
+            f"train_weights: {total:,.0f} rows per epoch of {len(sources):,} samples; at most {most:,}: give smaller "
+            "weights, and more num_train_epochs"
+        )
+    for source, weight in enumerate(weights):
+        own = np.flatnonzero(sources == source)
+        whole, part = divmod(weight, 1)
+        some = np.sort(order(len(own), seed, source)[: round(part * len(own))])
+        rows = own.tolist() * int(whole) + own[some].tolist()
+        chosen += rows
+        told.append(f"{len(rows):,} of source {source + 1} (weight {weight:g})")
+        if weight and not rows:
+            data.report.remarks.append(f"source {source + 1} has the weight {weight:g}, but gives no row")
+    data.report.mixture = "rows per epoch: " + ", ".join(told)
+    return chosen

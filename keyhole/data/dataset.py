@@ -12,7 +12,7 @@ row is its right candidate.
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,9 +46,9 @@ class Cut(NamedTuple):
 class Places(Sequence[str]):
     """Where each sample came from ("train.jsonl, line 17"), in 12 bytes per sample."""
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []  # without the number at the end
-        self.text, self.number = array("i"), array("q")
+    def __init__(self, texts: Iterable[str] = (), text: Iterable[int] = (), number: Iterable[int] = ()) -> None:
+        self.texts = list(texts)  # without the number at the end
+        self.text, self.number = array("i", text), array("q", number)
         self._index: dict[str, int] = {}
 
     def add(self, place: str) -> None:

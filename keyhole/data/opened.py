@@ -133,9 +133,8 @@ def _bad_line(path: Path) -> str:
 
 def check_header(path: Path, header: list[str]) -> None:
     """Refuses two columns of one name: the rows would have only the second."""
-    if twice := [name for name, count in Counter(header).items() if count > 1]:
-        named = listed(name or "(no name)" for name in twice)
-        raise UserError(f"{path}: two columns are called {named}; rename one, or remove it")
+    if twice := [name or "(no name)" for name, count in Counter(header).items() if count > 1]:
+        raise UserError(f"{path}: two columns are called {listed(twice)}; rename one, or remove it")
 
 
 def check_text(text: str, where: str) -> None:

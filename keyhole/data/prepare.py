@@ -1,16 +1,9 @@
-"""From a source to a Dataset: read, normalise, tokenise, cut, drop, mix, pack; and a report about it.
+"""From a source to a Dataset: rows, examples, tokens, samples; in blocks of rows, so that the source is never in memory
+as a whole. 5 bytes per token are kept.
 
     prepare("data/*.jsonl", tokenizer, max_length=1024) -> Dataset with .report
-
-Rows are processed in blocks (512 rows, or 4 million characters), so the source is never in memory as a whole; 5 bytes
-per token are kept. collect.py cuts samples that are too long. run.py prepares the data of a run with the settings of
-its config; questions of tasks (tasks/encode.py) go through the same collector, and are mixed and packed alike.
-
-`train_weights` mixes several sources: 2 gives every sample of a source two rows per epoch, 0.5 every second sample one
-row (the seed decides which). Rows refer to samples, so a repeated sample costs no memory.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -19,23 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from keyhole.data.batches import order
-from keyhole.data.cache import Arrays, kept
-from keyhole.data.collect import Collector
+from keyhole.data.cache import About, Arrays, kept
+from keyhole.data.collect import Collector, arrange
 from keyhole.data.dataset import Cut, Dataset, Places
-from keyhole.data.files import read, remarks, resolve
-from keyhole.data.formats import COLUMNS, Example, normalise, unread
+from keyhole.data.examples import AUTO, COLUMNS, Example, example_of, layout_of, unread, with_columns
 from keyhole.data.opened import Record
-from keyhole.data.render import Renderer
 from keyhole.data.report import Report, count_names
-from keyhole.data.settings import AUTO, DataSettings
-from keyhole.data.sources import layout_of, with_columns
-from keyhole.data.tokens import Tokenizer, content_of, pad_token_id, unknown_id
+from keyhole.data.settings import DataSettings
+from keyhole.data.sources import read, remarks, resolve
+from keyhole.data.tokenizer import Tokenizer, content_of, pad_token_id, unknown_id
+from keyhole.data.tokens import Renderer
 from keyhole.errors import UserError, listed
 from keyhole.machine.progress import tell
-from keyhole.model.rows import pack
 
-LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
 BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24
 IN_TOKENS = (  # settings that the tokens of a row depend on
     "data_format", "columns", "prompt", "completion", "max_length", "overlong", "train_on", "train_end_token", "dedup",
@@ -99,109 +88,55 @@ def _tokenised(
         if samples is not None and got >= samples:
             report.partial = next(records, None) is not None
             break
-    report.template = _template_line(renderer, collector)
-    report.endless = renderer.trains_end and renderer.eos is None and not collector.ends
-    report.foreign = renderer.foreign
+    template, eos = renderer.template, renderer.eos
+    adds = "with eos at the end" if renderer.trains_end else "without an eos"
+    adds = "without an eos, because the tokenizer has none" if eos is None else adds
+    report.template = f"none; text is used as it stands, {adds}"
+    if collector.chats:
+        ends = listed(renderer.special[i] for i, _ in collector.ends.most_common() if i in renderer.special)
+        report.template = f"{template.name}; answers end with {ends or 'no special token'}{template.dated}"
+    report.endless = renderer.trains_end and eos is None and not collector.ends
+    report.foreign, report.missing = renderer.foreign, "".join(sorted(renderer.missing))
     about_chats = {"chat_template": how.chat_template, "chat_template_kwargs": how.chat_template_kwargs}
     report.unused = [key for key, value in about_chats.items() if value is not None and not collector.chats]
-    foreign = collector.chats and (renderer.template.given or renderer.template.is_plain)
-    return collector.dataset(pad_token_id(tokenizer), renderer.template.source if foreign else None)
+    foreign = collector.chats and not template.is_tokenizers
+    return collector.dataset(pad_token_id(tokenizer), template.source if foreign else None)
 
 
-def _packed(data: Dataset) -> tuple[dict[str, Any], Arrays]:
+def _packed(data: Dataset) -> tuple[About, Arrays]:
     """The parts of an entry of the cache."""
     where = data.where
     assert isinstance(where, Places)
-    about = {
-        "report": vars(data.report),
-        "places": where.texts,
-        "cuts": {str(i): list(cut) for i, cut in data.cuts.items()},
-        "rest": {
-            "end_token_ids": data.end_token_ids,
-            "pad_token_id": data.pad_token_id,
-            "chat_template": data.chat_template,
-        },
-    }
+    about = {"report": vars(data.report), "places": where.texts, "cuts": list(data.cuts.items())}
+    about["rest"] = {name: vars(data)[name] for name in ("end_token_ids", "pad_token_id", "chat_template")}
     arrays = {"ids": data.ids, "trained": data.trained, "lengths": np.array(data.lengths)}
     arrays |= {"sources": np.array(data.sources), "place": np.array(where.text), "row": np.array(where.number)}
     return about, arrays
 
 
-def _unpacked(about: dict[str, Any], arrays: Arrays) -> Dataset:
-    where = Places()
-    where.texts = about["places"]
-    where.text.frombytes(arrays["place"].tobytes())
-    where.number.frombytes(arrays["row"].tobytes())
+def _unpacked(about: About, arrays: Arrays) -> Dataset:
     return Dataset(
         arrays["ids"],
         arrays["trained"],
         lengths=arrays["lengths"].tolist(),
         sources=arrays["sources"].tolist(),
         report=Report.read_back(about["report"]),
-        where=where,
-        cuts={int(i): Cut(*cut) for i, cut in about["cuts"].items()},
+        where=Places(about["places"], arrays["place"].tolist(), arrays["row"].tolist()),
+        cuts={i: Cut(*cut) for i, cut in about["cuts"]},
         **about["rest"],
     )
 
 
-def arrange(data: Dataset, how: DataSettings, sources: int) -> Dataset:
-    """The data set with its rows: samples mixed by weight, then packed. sources: of files, or tasks."""
-    weights = how.train_weights
-    if weights is not None and len(weights) != sources:
-        raise UserError(
-            f"train_weights: {len(weights)} numbers for {sources} {'tasks' if how.task else 'sources'}; "
-            "give one for each"
-        )
-    if weights is not None and not all(0 <= weight < math.inf for weight in weights):
-        raise UserError(f"train_weights: {listed(weights)}: expected numbers from 0 on")
-    chosen = None if weights is None else _mixed(data, weights, how.seed)
-    if how.packing:
-        assert how.max_length is not None  # DataSettings refuses packing without it
-        members = range(len(data.lengths)) if chosen is None else chosen
-        rows = pack([data.lengths[i] for i in members], how.max_length)
-        data.rows, data.packed = [[members[k] for k in row] for row in rows], True
-    elif chosen is not None:
-        data.choose(chosen)
-    if not data.rows:
-        raise UserError("train_weights: no sample is left; give a source a weight above 0")
-    data.report.packed, data.report.rows = how.packing, len(data.rows)
-    return data
-
-
-def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
-    """Rows in the order of their sources, each as often as the weight of its source requires."""
-    sources = np.array([data.sources[row[0]] for row in data.rows])
-    chosen: list[int] = []
-    told: list[str] = []
-    total, most = sum(weights[row] for row in sources.tolist()), max(LEAST_MIXED, MOST_GROWTH * len(sources))
-    if total > most:
-        raise UserError(
-            f"train_weights: {total:,.0f} rows per epoch of {len(sources):,} samples; at most {most:,}: give smaller "
-            "weights, and more num_train_epochs"
-        )
-    for source, weight in enumerate(weights):
-        before = len(chosen)
-        own = np.flatnonzero(sources == source)
-        whole, part = divmod(weight, 1)
-        some = np.sort(order(len(own), seed, source)[: round(part * len(own))])
-        chosen += own.tolist() * int(whole) + own[some].tolist()
-        told.append(f"{len(chosen) - before:,} of source {source + 1} (weight {weight:g})")
-        if weight and len(chosen) == before:
-            data.report.remarks.append(f"source {source + 1} has the weight {weight:g}, but gives no row")
-    data.report.mixture = "rows per epoch: " + ", ".join(told)
-    return chosen
-
-
 def _blocks(items: Iterable[Example], most: int) -> Iterator[list[Example]]:
-    block, characters = [], 0
+    block, characters = list[Example](), 0
     for example in items:
-        block.append(example)
-        texts = [turn["content"] for turn in example.turns or ()]
-        count = len(example.prompt) + len(example.answer) + sum(map(len, texts))
+        texts = [example.prompt, example.answer, *(turn["content"] for turn in example.turns or ())]
+        count = sum(map(len, texts))
         if count > MOST_CHARACTERS:
             raise UserError(
                 f"{example.record.where}: {count:,} characters; a row has at most {MOST_CHARACTERS:,}: split it"
             )
+        block.append(example)
         characters += count
         if len(block) >= most or characters > BLOCK_CHARACTERS:
             yield block
@@ -211,22 +146,26 @@ def _blocks(items: Iterable[Example], most: int) -> Iterator[list[Example]]:
 
 
 def _examples(records: Iterable[Record], how: DataSettings, report: Report) -> Iterator[Example]:
-    """Normalised rows; the layout is detected again at the first row of every file. A later row of another layout is
-    refused: it would be read as the first."""
+    """Rows as examples; the layout is detected again at the first row of every file. A later row that has the columns
+    of a richer layout is refused: it would be read as the first."""
     layouts: dict[str, str] = {}
     for record in records:
         if record.is_document:
             _check_document(record, how)
-        record = with_columns(record, how)
-        layout = layouts.get(record.file)
-        if layout is None:
-            layout, why = layout_of(record, how)
-            layouts[record.file] = layout
-            report.formats[record.file] = f"format {layout} ({why})"
-        elif how.data_format in (None, AUTO) and not how.row_templates:
-            _check_layout(record, layout)
+        record = with_columns(record, how.columns, how.row_templates)
+        if record.file not in layouts:
+            layouts[record.file], why = layout_of(record, how.data_format, how.row_templates)
+            report.formats[record.file] = f"format {layouts[record.file]} ({why})"
+        layout = layouts[record.file]
+        if how.data_format in (None, AUTO) and not how.row_templates:
+            richer = next(name for name, cs in COLUMNS.items() if name == layout or record.row.keys() >= set(cs))
+            if richer != layout:
+                raise UserError(
+                    f"{record.where}: it has the columns of data format {richer}, but the first row of the file is "
+                    f"{layout}; set data_format={layout} or {richer}, or split the file"
+                )
         report.read += record.ends
-        example = normalise(record, layout)
+        example = example_of(record, layout)
         if not how.row_templates:  # they name the columns to use
             count_names(report.unread, unread(example, layout))
         yield example
@@ -244,28 +183,3 @@ def _check_document(record: Record, how: DataSettings) -> None:
         raise UserError(f"{record.file}: plain text, and data_format={how.data_format}; leave data_format out")
     if how.max_length is None:
         raise UserError(f"{record.file}: plain text is cut into samples of max_length tokens, and it is null; set it")
-
-
-def _check_layout(record: Record, layout: str) -> None:
-    """Refuses a row that has the columns of a richer layout than the first row of its file."""
-    richer = next(name for name, columns in COLUMNS.items() if name == layout or all(c in record.row for c in columns))
-    if richer != layout:
-        raise UserError(
-            f"{record.where}: it has the columns of data format {richer}, but the first row of the file is {layout}; "
-            f"set data_format={layout} or {richer}, or split the file"
-        )
-
-
-def _template_line(renderer: Renderer, collector: Collector) -> str:
-    adds = "with eos at the end" if renderer.trains_end else "without an eos"
-    adds = "without an eos, because the tokenizer has none" if renderer.eos is None else adds
-    if not collector.chats:
-        return f"none; text is used as it stands, {adds}"
-    kind = "chat template of the tokenizer"
-    if renderer.template.given:
-        kind = "the one of the setting chat_template"
-    elif renderer.template.is_plain:
-        kind = "none in the tokenizer; '### Instruction:' and '### Response:' are used"
-    ends = listed(renderer.special[i] for i, _ in collector.ends.most_common() if i in renderer.special)
-    dated = f"; it prints the date, {renderer.template.date}" if renderer.dated else ""
-    return f"{kind}; answers end with {ends or 'no special token'}{dated}"

@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from keyhole.data.dataset import Dataset
-from keyhole.data.tokens import Tokenizer, token_texts
+from keyhole.data.tokenizer import Tokenizer, token_texts
 from keyhole.errors import printable
 
 SHOWN, SHOWN_ON_PAGE = 40, 120  # tokens at each end of a long run
@@ -50,14 +50,15 @@ def preview(
     """The first n rows, token by token."""
     lines: list[str] = []
     for row in range(min(n, len(dataset))):
-        samples, right = dataset.rows[row], None if dataset.right is None else dataset.right[row]
-        if right is not None:
-            runs = [_runs(dataset, i) for i in samples]
-            begin = runs[0][-1].start
+        samples = dataset.rows[row]
+        if dataset.right is not None:
+            right = samples[dataset.right[row]]
+            runs = {i: _runs(dataset, i) for i in samples}
+            shared = runs[samples[0]]
             where = f"question {row + 1} of {len(dataset):,} ({printable(dataset.where[samples[0]], 300)})"
-            lines.append(f"{where}: {begin} tokens of prompt, {len(samples)} candidates")
-            lines += [line for run in runs[0] if not run.trained for line in _lines(tokenizer, run, "read")]
-            for i in [right, *(i for i in range(len(samples)) if i != right)]:
+            lines.append(f"{where}: {shared[-1].start} tokens of prompt, {len(samples)} candidates")
+            lines += [line for run in shared if not run.trained for line in _lines(tokenizer, run, "read", False)]
+            for i in sorted(samples, key=lambda i: i != right):
                 lines += _lines(tokenizer, runs[i][-1], "RIGHT" if i == right else "wrong", color and i == right)
             lines.append("")
             continue
@@ -69,7 +70,13 @@ def preview(
             lines.append(f"{where}: {_about(dataset, i, labels)}")
             for run in _runs(dataset, i):
                 lines += _lines(tokenizer, run, "TRAINED" if run.trained else "read", color and run.trained)
-            lines += [*_cut_lines(dataset, tokenizer, i), ""]
+            cut = dataset.cuts.get(i)
+            if cut is not None and cut.before:
+                lines.append(f"  cut      {cut.before} tokens at the beginning of the prompt")
+            if cut is not None and cut.tokens:
+                shown = _line(tokenizer, cut.first_ids) + "|..." * (cut.tokens > len(cut.first_ids))
+                lines.append(f"  cut      {cut.tokens} tokens after these, {cut.trained} of them trained: {shown}")
+            lines.append("")
     return "\n".join(lines)
 
 
@@ -108,31 +115,21 @@ def _about(dataset: Dataset, index: int, labels: Sequence[str]) -> str:
     return f"{count}, label {named}"
 
 
-def _lines(tokenizer: Tokenizer, run: Run, word: str, color: bool = False) -> Iterator[str]:
-    """A run of tokens, with a word in front that says their kind."""
+def _lines(tokenizer: Tokenizer, run: Run, word: str, color: bool) -> Iterator[str]:
+    """A run of tokens, with a word in front that says their kind; of a long one both ends."""
     gap = len(run.ids) - 2 * SHOWN
-    pieces = [run.ids] if gap <= SHOWN else [run.ids[:SHOWN], run.ids[-SHOWN:]]
-    for i, piece in enumerate(pieces):
-        if i == 1:
+    for begin in (0,) if gap <= SHOWN else (0, SHOWN + gap):
+        if begin:
             yield f"           ... {gap} more ..."
-        text = "|".join(_words(tokenizer, piece))
-        at = run.start if i == 0 else run.start + len(run.ids) - SHOWN
-        yield f"  {word:8} {at:>5}  {f'{GREEN}{text}{RESET}' if color else text}"
-        yield f"  {'ids':8}        {' '.join(map(str, piece))}"
+        ids = run.ids if gap <= SHOWN else run.ids[begin : begin + SHOWN]
+        text = _line(tokenizer, ids)
+        yield f"  {word:8} {run.start + begin:>5}  {f'{GREEN}{text}{RESET}' if color else text}"
+        yield f"  {'ids':8}        {' '.join(map(str, ids))}"
 
 
-def _cut_lines(dataset: Dataset, tokenizer: Tokenizer, index: int) -> Iterator[str]:
-    cut = dataset.cuts.get(index)
-    if cut is not None and cut.before:
-        yield f"  cut      {cut.before} tokens at the beginning of the prompt"
-    if cut is not None and cut.tokens:
-        shown = "|".join(_words(tokenizer, cut.first_ids)) + ("|..." if cut.tokens > len(cut.first_ids) else "")
-        yield f"  cut      {cut.tokens} tokens after these, {cut.trained} of them trained: {shown}"
-
-
-def _words(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+def _line(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Each token as text, with white space and control characters written out."""
-    return [repr(text)[1:-1] for text in token_texts(tokenizer, ids)]
+    return "|".join(repr(text)[1:-1] for text in token_texts(tokenizer, ids))
 
 
 def _words_on_page(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

@@ -4,29 +4,37 @@
     .json              a list of objects, or JSONL              .parquet      columns (parquet.py)
     .txt .text .md     documents
 
-Text formats may be compressed (.jsonl.gz). opened.py opens a file within bounds; delimited.py splits cells and
-interprets quotation marks. Rows are yielded one at a time, each with its place in the file, so that every later error
-can say "train.jsonl, line 17" instead of a bare KeyError. JSONL counts lines, CSV and Parquet count rows from 1 without
-the header.
+Text formats may be compressed (.jsonl.gz). opened.py opens a file within bounds. Rows are
+yielded one at a time, each with its place in the file, so that every later error can name it. JSONL counts lines, CSV
+and Parquet count rows from 1 without the header.
 
 A plain text file is one *document*, because line breaks do not say where a text begins: in a book they end lines, in a
-list they end texts. A line that is only `<|endoftext|>` separates documents, as in published collections of short
-texts. A document is longer than a sample. It is read in pieces of about a million characters, so a file of any size
-needs the memory of a piece; collect.py cuts the tokens of a piece into samples of max_length. A piece ends at an empty
-line or, if there is none for another million characters, at the end of a line; a longer line is divided at a space. So
-only the last sample of a piece is short, and the tokens at its borders are nearly always those of the whole text. The
-end token follows the last piece of a document. Empty lines at both ends of a document are removed.
+list they end texts. A line that is only `<|endoftext|>` separates documents. A document is longer than a sample. It is
+read in pieces of about a million characters, so a file of any size needs the memory of a piece; collect.py cuts the
+tokens of a piece into samples of max_length. A piece ends at an empty line or, if there is none for another million
+characters, at the end of a line; a longer line is divided at a space. So only the last sample of a piece is short, and
+the tokens at its borders are nearly always those of the whole text. Empty lines at both ends of a document are removed.
+
+Cells of CSV and TSV, for training data and tasks:
+
+delimiter    .csv: the first of tab, comma, semicolon that the first line has outside of quotation marks
+             a first line `sep=;`, which spreadsheets write, names it, and is no row
+             others: tabs; a .tsv whose first line has commas and no tab is refused as a CSV file
+quoting      between commas and semicolons always: "a ""b"", c" is one cell
+             between tabs depending on the file, because both kinds are common (`_is_quoted`)
+line ends    \\n, \\r\\n, or \\r if there is no other
 """
 
+import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from keyhole.data.delimited import read_cells
 from keyhole.data.opened import (
+    MOST_ROW_BYTES,
     PLAIN,
     SUFFIXES,
     Record,
@@ -34,11 +42,116 @@ from keyhole.data.opened import (
     check_header,
     check_line,
     kind_of,
+    open_bytes,
     open_text,
     told,
 )
 from keyhole.data.parquet import read_parquet
 from keyhole.errors import UserError, listed
+
+TAB = "\t"
+LOOKED_AT = 2**24  # characters of a file that decide whether it is quoted
+NAMED_DELIMITER = re.compile(r'"?sep=([\t,;|])"?')
+NUMBER = re.compile(r"\s*[-+]?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?\s*")  # or empty
+
+Rows = Iterator[tuple[int, list[str]]]
+
+
+def read_cells(
+    path: Path, *, encoding: str | None = None, skip_spaces: bool = False, marks_are_letters: bool = False
+) -> Rows:
+    """The cells of every row, the header too, with the line on which the row begins; no cells for an empty line.
+    skip_spaces: spaces after a comma are not part of the cell."""
+    with open_bytes(path) as file:
+        head = file.read(2**16)
+    end = "\r" if b"\r" in head and b"\n" not in head else "\n"
+    with open_text(path, newline=end, encoding=encoding) as file:
+        first = file.readline(MOST_ROW_BYTES)
+    said = NAMED_DELIMITER.fullmatch(first.strip("\r\n")) if kind_of(path) == ".csv" else None
+    delimiter = _delimiter(path, first) if said is None else said[1]
+    if delimiter == TAB and not _is_quoted(path, end, encoding, marks_are_letters):
+        rows = _plain(path, end, encoding)
+    else:
+        rows = _quoted(path, encoding, delimiter, skip_spaces and delimiter != TAB)
+    if said is not None:
+        next(rows)
+    yield from rows
+
+
+def _delimiter(path: Path, first: str) -> str:
+    bare = re.sub(r'"[^"]*"', "", first)
+    if kind_of(path) == ".csv":
+        return next((mark for mark in (TAB, ",", ";") if mark in bare), ",")
+    if kind_of(path) == ".tsv" and TAB not in first and any(mark in bare for mark in ",;"):
+        found = "commas" if "," in bare else "semicolons"
+        raise UserError(f"{path}, line 1: no tab, but {found}: this looks like CSV; rename the file to .csv")
+    return TAB
+
+
+def _plain(path: Path, end: str, encoding: str | None) -> Rows:
+    """Rows between tabs, where a quotation mark is a letter."""
+    with open_text(path, newline=end, encoding=encoding) as file:
+        for number, line in enumerate(bounded_lines(file, path), 1):
+            text = line.rstrip("\r\n")
+            yield number, text.split(TAB) if text else []
+
+
+def _quoted(path: Path, encoding: str | None, delimiter: str, skip_spaces: bool) -> Rows:
+    """Rows with quoted cells. Errors name the line on which the row begins."""
+    csv.field_size_limit(MOST_ROW_BYTES)  # the default of 128 KiB is shorter than a long document
+    with open_text(path, newline="", encoding=encoding) as file:
+        rows = csv.reader(bounded_lines(file, path), delimiter=delimiter, skipinitialspace=skip_spaces, strict=True)
+        begin = 1
+        try:
+            for cells in rows:
+                yield begin, cells
+                begin = rows.line_num + 1
+        except csv.Error as error:
+            raise UserError(
+                f"{path}, line {begin}: not valid CSV: {error}; is a quotation mark of this row never closed? One "
+                'inside a quoted cell is written twice ("")'
+            ) from None
+
+
+def _is_quoted(path: Path, end: str, encoding: str | None, marks_are_letters: bool) -> bool:
+    """Whether the cells of a file with tabs are quoted, as its first 16 MiB show; a later contradiction is an error of
+    that row.
+
+    GLUE's files are written without quoting: a quotation mark is a plain character, and sentences begin with one that
+    is never closed. pandas and spreadsheets quote cells that contain a mark, a tab or a line break, and double the
+    marks inside. So a file is quoted if every cell that begins with a mark also closes it, and one of them has doubled
+    marks inside, or every cell except numbers is quoted; or if its lines do not have the same number of cells (or all
+    names in the first are quoted), and read with quoting its rows do. If whole cells are in marks and there is no other
+    evidence, the caller decides (marks_are_letters)."""
+    rows = _first(_plain(path, end, encoding))
+    texts = [cell for row in rows for cell in row if not NUMBER.fullmatch(cell[:40])]
+    marked = [cell for cell in texts if cell.startswith('"')]
+    if all(map(_is_whole, marked)):
+        doubled = any('""' in cell[1:-1] for cell in marked)
+        return bool(marked) and (doubled or len(marked) == len(texts) or not marks_are_letters)
+    widths = {len(row) for row in rows if row}
+    if len(widths) == 1 and widths != {1} and not all(map(_is_whole, rows[0])):
+        return False
+    try:
+        return len({len(row) for row in _first(_quoted(path, encoding, TAB, False)) if row}) == 1
+    except UserError:
+        return False
+
+
+def _first(rows: Rows) -> list[list[str]]:
+    found, seen = [], 0
+    for _, cells in rows:
+        found.append(cells)
+        seen += 1 + sum(map(len, cells))
+        if seen > LOOKED_AT:
+            break
+    return found
+
+
+def _is_whole(cell: str) -> bool:
+    """Whether a cell is quoted, and every mark inside is written twice."""
+    return len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in cell[1:-1].replace('""', "")
+
 
 MOST_JSON_BYTES = 2**31
 SEPARATOR = "<|endoftext|>"
@@ -47,26 +160,13 @@ PIECE_CHARACTERS = 2**20
 
 def read_file(path: Path) -> Iterator[Record]:
     """The rows of one local file."""
-    readers = {
-        ".json": _json,
-        ".csv": _csv,
-        ".tsv": _csv,
-        ".parquet": read_parquet,
-        ".jsonl": _jsonl,
-        ".ndjson": _jsonl,
-    }
-    reader = (readers | dict.fromkeys(PLAIN, read_documents)).get(kind_of(path))
-    if reader is None:
+    readers = {".json": _json, ".parquet": read_parquet, **dict.fromkeys(PLAIN, read_documents)}
+    readers |= {".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".tsv": _csv}
+    if (kind := kind_of(path)) not in readers:
         known = ", ".join(SUFFIXES)
         raise UserError(f"{path}: unknown kind of file {path.suffix!r}; expected one of {known} (text also with .gz)")
     with told(path):
-        yield from reader(path)
-
-
-def _object(value: object, path: Path, unit: str, number: int) -> Record:
-    if not isinstance(value, dict):
-        raise UserError(f"{path}, {unit} {number}: expected an object with named columns, found {type(value).__name__}")
-    return Record(str(path), unit, number, value)
+        yield from readers[kind](path)
 
 
 class _Twice(ValueError):
@@ -105,19 +205,23 @@ def _load(text: str, path: Path, line: int | None) -> Any:
         raise UserError(f"{where}: JSON that cannot be read: {what}") from None
 
 
+def _record(value: object, path: Path, unit: str, number: int) -> Record:
+    if not isinstance(value, dict):
+        raise UserError(f"{path}, {unit} {number}: expected an object with named columns, found {type(value).__name__}")
+    return Record(str(path), unit, number, value)
+
+
 def _jsonl(path: Path) -> Iterator[Record]:
     with open_text(path) as file:
         for number, line in enumerate(bounded_lines(file, path), 1):
             if line.strip():
-                yield _object(_load(line.rstrip(), path, number), path, "line", number)
+                yield _record(_load(line.rstrip(), path, number), path, "line", number)
 
 
 def load_json(path: Path) -> Any:
     """The JSON value of a file; None if the file is empty, or has one object per line."""
-    if path.stat().st_size > MOST_JSON_BYTES:
-        raise UserError(
-            f"{path}: {path.stat().st_size:,} bytes in one JSON value; write it as JSONL, an object per line"
-        )
+    if (size := path.stat().st_size) > MOST_JSON_BYTES:
+        raise UserError(f"{path}: {size:,} bytes in one JSON value; write it as JSONL, an object per line")
     with open_text(path) as file:
         text = file.read(MOST_JSON_BYTES)
     try:
@@ -140,7 +244,7 @@ def _json(path: Path) -> Iterator[Record]:
             "write a list of objects, or one object per line (JSONL)"
         )
     for number, item in enumerate(value or (), 1):
-        yield _object(item, path, "item", number)
+        yield _record(item, path, "item", number)
 
 
 def _csv(path: Path) -> Iterator[Record]:
@@ -158,23 +262,23 @@ def _csv(path: Path) -> Iterator[Record]:
 
 def read_documents(path: Path) -> Iterator[Record]:
     """The pieces of all documents of a file, as rows with the column `text`."""
-    held: Record | None = None  # a piece that may be the last of its document
+    number, text, begun = 0, "", False  # a piece that may be the last of its document
+
+    def piece(text: str, ends: bool) -> Iterator[Record]:
+        if text:
+            yield Record(str(path), "line", number, {"text": text}, is_document=True, ends=ends)
+
     with open_text(path) as file:
-        for number, text in _pieces(file, path):
-            if text is None:
-                yield from [_closed(held)] if held else []
-                held = None
-            elif held and not text.strip():
-                held.row["text"] += text
-            elif text.strip():
-                yield from [held] if held else []
-                text = text if held else text.lstrip("\n")
-                held = Record(str(path), "line", number, {"text": text}, is_document=True, ends=False)
-    yield from [_closed(held)] if held else []
-
-
-def _closed(last: Record) -> Record:
-    return replace(last, row={"text": last.row["text"].rstrip("\n")}, ends=True)
+        for first, more in _pieces(file, path):
+            if more is None:
+                yield from piece(text.rstrip("\n"), True)
+                text, begun = "", False
+            elif begun and not more.strip():
+                text += more
+            elif more.strip():
+                yield from piece(text, False)
+                number, text, begun = first, more if begun else more.lstrip("\n"), True
+    yield from piece(text.rstrip("\n"), True)
 
 
 def _pieces(file: TextIO, path: Path) -> Iterator[tuple[int, str | None]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from keyhole.data.formats import WITH_A_MEANING
+from keyhole.data.examples import WITH_A_MEANING
 from keyhole.errors import listed, printable
 from keyhole.machine.text import counted
 
@@ -53,6 +53,7 @@ class Report:
     unpredicted: int = 0
     unknown: int = 0  # tokens that stand for text that the tokenizer does not know
     foreign: Counter[str] = field(default_factory=Counter)  # control token of another tokenizer -> texts
+    missing: str = ""  # characters that the tokenizer leaves out
     rows: int = 0
     max_length: int | None = None
     packed: bool = False
@@ -131,6 +132,10 @@ class Report:
                 self.foreign,
                 "what looks like a control token, and is none of this tokenizer, is read as plain text: "
                 f"{_named(self.foreign, 'text')}; are the data, or the chat template, made for another model?",
+            ),
+            (
+                self.missing,
+                f"the tokenizer has no token for these characters, and leaves them out: {listed(self.missing)}",
             ),
             *((self.lost[kind], f"{self.lost[kind]:,} {what}") for kind, what in LOST.items()),
             (

@@ -2,10 +2,9 @@
 
     load_data(settings) -> Data: a resumable loader of the training rows, batches of held-out rows, and the report
 
-Rows come from files (prepare.py) or from tasks (tasks/run.py), which also give the questions of dev and test. Training
-rows are mixed and packed; held-out rows never are, so that their loss does not depend on a setting of training. Both
-are compared with the limits of the model (capacity.py), so that a text that is too long is refused here and not in the
-middle of the run.
+Rows come from files (prepare.py) or from tasks, which also give the questions of dev and test. Training rows are mixed
+and packed; held-out rows never are, so that their loss does not depend on a setting of training. Both are compared with
+the limits of the model (capacity.py), so that a text that is too long is refused here and not in the middle of the run.
 
 Two things that the data depend on belong to the run and are kept in the loader's state: the date that a chat template
 may print (the day the run began, also after a resume), and the template itself if it is not the tokenizer's. That
@@ -22,18 +21,17 @@ import numpy as np
 from keyhole.assets import MODEL, TEST, TRAIN, locate
 from keyhole.data.batches import EvalBatches, Loader, Padding, choose_padding, stratifies
 from keyhole.data.capacity import check_data, context_length
-from keyhole.data.collect import Collector
+from keyhole.data.collect import Collector, arrange
 from keyhole.data.dataset import Dataset
-from keyhole.data.prepare import arrange, tokenise
+from keyhole.data.prepare import tokenise
 from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings
-from keyhole.data.tasks.classify import Labels, TextEncoder, check_settings, class_names, class_rows, find_labels
 from keyhole.data.tasks.draw import draw_tasks, draw_test_tasks, report_lines, warning_lines
-from keyhole.data.tasks.encode import CANDIDATES, TOKENS, Encoder, ends, question_rows
+from keyhole.data.tasks.encode import CANDIDATES, TOKENS, Encoder, TextEncoder, ends
 from keyhole.data.tasks.parse import read_spec
-from keyhole.data.tasks.question import Task
+from keyhole.data.tasks.question import Labels, Task, check_settings, class_names, find_labels
 from keyhole.data.tasks.spec import CHOICE, listed_names
-from keyhole.data.tokens import Tokenizer, pad_token_id, unknown_id
+from keyhole.data.tokenizer import Tokenizer, needed, unknown_id
 from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier, read_config
@@ -61,21 +59,21 @@ class Data:
     dev: tuple[Task, ...] = ()
     test: tuple[Task, ...] = ()
     labels: tuple[str, ...] = ()
-    tokenizer: Tokenizer | None = None
+    tokenizer: "Tokenizer | None" = None
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a run, from files or from tasks, and the report of each."""
+    """The rows of a run, from files or from tasks; of tasks also their questions, train, dev and test of each."""
 
     train: Dataset
     held_out: Dataset | None
     report: list[str]
-    held_lines: list[str]
-    train_tasks: tuple[Task, ...] = ()
-    dev: tuple[Task, ...] = ()
-    test: tuple[Task, ...] = ()
-    labels: tuple[str, ...] = ()
+    drawn: Sequence[dict[str, Task]] = ()
+    labels: Labels | None = None
+
+    def tasks(self, split: str) -> tuple[Task, ...]:
+        return tuple(each[split] for each in self.drawn if each[split].questions)
 
 
 def load_tokenizer(model: str) -> Tokenizer:
@@ -85,24 +83,19 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def _tokenizer(model: str) -> Tokenizer:
-    model = locate(model, MODEL)
-    tokenizer: Tokenizer | None = read_tokenizer(model)
-    if tokenizer is None:
-        raise UserError(f"model: {model} has no tokenizer; copy its tokenizer files in")
-    return tokenizer
+    return needed(read_tokenizer(locate(model, MODEL)), locate(model, MODEL))
 
 
-def load_data(settings: DataSettings, tokenizer: Tokenizer | None = None) -> Data:
+def load_data(settings: DataSettings, tokenizer: "Tokenizer | None" = None) -> Data:
     """Loaders and report. tokenizer: None takes the model's."""
     settings = replace(settings, template_date=settings.day.isoformat())  # one date, also after midnight
     known = _model_config(settings)
     tokenizer = tokenizer or _tokenizer(settings.model)
-    rows = _of_tasks(settings, tokenizer, known) if settings.task else _of_files(settings, tokenizer, known)
+    rows = (_of_tasks if settings.task else _of_files)(settings, tokenizer, known)
     further = draw_test_tasks(settings)
-    train, report = rows.train, list(rows.report)
-    step = settings.batch_size * settings.gradient_accumulation_steps
-    if step > len(train):
-        steps = settings.gradient_accumulation_steps
+    train, report, labels = rows.train, list(rows.report), () if rows.labels is None else rows.labels.names
+    steps = settings.gradient_accumulation_steps
+    if settings.batch_size * steps > len(train):
         product = f" x gradient_accumulation_steps={steps}" if steps > 1 else ""
         report.append(
             f"warning: batch_size={settings.batch_size}{product} is more than the {len(train):,} rows of the data: "
@@ -112,36 +105,33 @@ def load_data(settings: DataSettings, tokenizer: Tokenizer | None = None) -> Dat
     report += [line for task in further for line in warning_lines(task)]
     about: dict[str, object] = {"date": settings.template_date}
     about |= {"chat_template": train.chat_template} if train.chat_template else {}
-    if rows.labels:
-        specs = [task.spec for task in (*rows.test, *further) if task.spec is not None]
+    if labels:
+        specs = [task.spec for task in (*rows.tasks("test"), *further) if task.spec is not None]
         find_labels(specs, known, settings.head is not None)  # refuses tests with other labels
-        about |= {"labels": list(rows.labels), "pad_token_id": train.pad_token_id}
+        about |= {"labels": list(labels), "pad_token_id": train.pad_token_id}
     positions, asked = context_length(known), settings.pad_to_multiple_of
     padding = choose_padding(train, asked, positions) if settings.padding is None else Padding(*settings.padding)
     loader = Loader(
         train,
         settings.batch_size,
-        settings.gradient_accumulation_steps,
+        steps,
         seed=settings.seed,
         about=about | {"padding": [asked, *padding]},
         padding=padding,
         stratified=stratifies(train, settings.stratify),
     )
     report += loader.report(asked, settings.stratify)
-    batches = EvalBatches(None, settings.batch_size)
     if rows.held_out is not None:
         padding = choose_padding(rows.held_out, asked, positions, padding.multiple)
-        batches = EvalBatches(rows.held_out, settings.batch_size, padding)
-        report += rows.held_lines
     return Data(
         loader,
-        batches,
+        EvalBatches(rows.held_out, settings.batch_size, padding),
         report,
         train.end_token_ids,
         train.chat_template,
-        dev=rows.dev,
-        test=(*rows.test, *further),
-        labels=rows.labels,
+        dev=rows.tasks("dev"),
+        test=(*rows.tasks("test"), *further),
+        labels=labels,
         tokenizer=tokenizer,
     )
 
@@ -153,12 +143,16 @@ def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False)
         data, lines = _file_set(settings, settings.train_data, TRAIN, tokenizer, known, samples=max(1, count))
         return "\n".join([*lines, "", preview(data, tokenizer, count, color=color)])
     rows = _of_tasks(settings, tokenizer, known)
-    shown = [rows.train] if rows.labels else []
-    for task in () if rows.labels else rows.train_tasks:  # all candidates, whatever the loss
+    if rows.labels is not None:
+        shown = [preview(rows.train, tokenizer, count, color=color, labels=rows.labels.names)]
+        return "\n".join([*rows.report, "", *shown])
+    shown = []
+    for task in rows.tasks("train"):  # all candidates, whatever the loss
         loss = CANDIDATES if task.spec is not None and task.spec.kind == CHOICE else TOKENS
-        shown.append(question_set([task], tokenizer, settings, loss, None, known))
-    told = [preview(data, tokenizer, count, color=color, labels=rows.labels) for data in shown]
-    return "\n".join([*rows.report, "", *told])
+        shown.append(
+            preview(_question_set([task], tokenizer, settings, loss, None, known), tokenizer, count, color=color)
+        )
+    return "\n".join([*rows.report, "", *shown])
 
 
 def _model_config(settings: DataSettings) -> "PreTrainedConfig":
@@ -184,12 +178,12 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
 
 def _of_files(settings: DataSettings, tokenizer: Tokenizer, known: "PreTrainedConfig") -> Rows:
     train, lines = _file_set(settings, settings.train_data, TRAIN, tokenizer, known)
+    report = [f"train: {line}" for line in lines]
     if not settings.eval_data:
-        return Rows(train, None, [f"train: {line}" for line in lines], [])
+        return Rows(train, None, report)
     unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
-    held_out, held_lines = _file_set(unmixed, settings.eval_data, TEST, tokenizer, known)
-    held_lines = [f"eval:  {line}" for line in [*held_lines, *_overlap(train, held_out)]]
-    return Rows(train, held_out, [f"train: {line}" for line in lines], held_lines)
+    held_out, lines = _file_set(unmixed, settings.eval_data, TEST, tokenizer, known)
+    return Rows(train, held_out, report + [f"eval:  {line}" for line in [*lines, *_overlap(train, held_out)]])
 
 
 def _overlap(train: Dataset, held_out: Dataset) -> list[str]:
@@ -227,24 +221,22 @@ def _file_set(
 
 def _of_tasks(settings: DataSettings, tokenizer: Tokenizer, known: "PreTrainedConfig") -> Rows:
     drawn = draw_tasks(settings)
-    train, dev, test = (tuple(each[split] for each in drawn) for split in ("train", "dev", "test"))
-    dev = tuple(task for task in dev if task.questions)
-    labels = None
+    train, labels = [each["train"] for each in drawn], None
     if is_classifier(known):
         labels = find_labels([task.spec for task in train if task.spec is not None], known, settings.head is not None)
-    data = arrange(question_set(train, tokenizer, settings, settings.loss, labels, known), settings, len(train))
+    data = arrange(_question_set(train, tokenizer, settings, settings.loss, labels, known), settings, len(train))
     report = [line for each in drawn for line in report_lines(each)]
     report += [*data.report.lines(), *check_data(data, settings.model, known)]
     if settings.loss == CANDIDATES:
         report.append(f"loss: candidates; {len(data.lengths):,} candidates of {len(data):,} questions")
     held_out = None  # without dev there is no selection; test never selects
-    if dev:
-        held_out = question_set(dev, tokenizer, replace(settings, overlong="truncate"), TOKENS, labels, known)
+    if dev := [each["dev"] for each in drawn if each["dev"].questions]:
+        held_out = _question_set(dev, tokenizer, replace(settings, overlong="truncate"), TOKENS, labels, known)
         check_data(held_out, settings.model, known)
-    return Rows(data, held_out, report, [], train, dev, test, () if labels is None else labels.names)
+    return Rows(data, held_out, report, drawn, labels)
 
 
-def question_set(
+def _question_set(
     tasks: Sequence[Task],
     tokenizer: Tokenizer,
     how: DataSettings,
@@ -254,18 +246,18 @@ def question_set(
 ) -> Dataset:
     """The questions as training rows; for a classifier, if there are labels. known: the HF config of the model."""
     collector = Collector(how, [], unknown_id(tokenizer))
-    collector.report.read = sum(len(task.questions) for task in tasks)
-    padding_id = pad_token_id(tokenizer)
+    report, end = collector.report, tokenizer.eos_token_id
+    report.read = sum(len(task.questions) for task in tasks)
     if labels is None:
         encoder = Encoder(tokenizer, how.max_length, how.overlong)
-        rows = question_rows(tasks, encoder, loss, how.train_end_token, collector.report)
+        rows, padding_id = encoder.training_rows(tasks, loss, how.train_end_token, report), encoder.pad_token_id
+        if end is not None and any(ends(task, how.train_end_token) for task in tasks):
+            collector.ends[end] += 1
     else:
         texts = TextEncoder(tokenizer, known, how.max_length, how.overlong)
-        rows, padding_id = class_rows(tasks, texts, labels, collector.report), texts.pad_token_id
+        rows, padding_id = texts.training_rows(tasks, labels, report), texts.pad_token_id
     for row in rows:
         collector.keep(row)
     if not collector.lengths:
         raise UserError(f"task: {collector.nothing_left()}")
-    if labels is None and tokenizer.eos_token_id is not None and any(ends(task, how.train_end_token) for task in tasks):
-        collector.ends[tokenizer.eos_token_id] += 1
     return collector.dataset(padding_id)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from keyhole.data.formats import TABLE, RowTemplate, check_format
+from keyhole.data.examples import AUTO, COLUMNS, TABLE, RowTemplate
 from keyhole.data.turns import OWN_VARIABLES
 from keyhole.disk.files import read_small
 from keyhole.errors import UserError, printable
@@ -18,7 +18,6 @@ from keyhole.errors import UserError, printable
 OVERLONG = ("truncate", "split", "drop", "error")
 TRAIN_ON = ("answers", "all")
 MOST_TEMPLATE_BYTES = 2**20
-AUTO = "auto"
 BEFORE = 8  # pad_to_multiple_of of runs from before the setting existed
 
 
@@ -69,15 +68,15 @@ class DataSettings:
     stratify: bool | str = AUTO
 
     def __post_init__(self) -> None:
-        check_format(self.data_format)
+        formats = (AUTO, *COLUMNS)
+        for key, choices in (("data_format", formats), ("overlong", OVERLONG), ("train_on", TRAIN_ON)):
+            if (value := vars(self)[key]) not in choices and not (value is None and choices is formats):
+                raise UserError(f"{key}={value!r}: expected {', '.join(choices)}")
         if self.row_templates and self.data_format not in (None, AUTO, TABLE):
+            made = " and ".join(self.row_templates)
             raise UserError(
-                f"data_format={self.data_format}: with {' and '.join(self.row_templates)} set the rows are read as "
-                f"{TABLE}; leave data_format out"
+                f"data_format={self.data_format}: with {made} set the rows are read as {TABLE}; leave data_format out"
             )
-        for key, value, choices in (("overlong", self.overlong, OVERLONG), ("train_on", self.train_on, TRAIN_ON)):
-            if value not in choices:
-                raise UserError(f"{key}={value!r}: expected {' or '.join(choices)}")
         if self.packing and self.max_length is None:
             raise UserError("packing=true needs max_length: it is the length of a packed row")
         if self.max_length is not None and self.max_length < 2:

@@ -1,40 +1,63 @@
-"""What the settings of data name, checked before torch is imported; and the layout of a file, from its first row.
+"""Where the data are: from sources to files, to rows with their places; and what is checked before torch is imported.
 
-A file that is missing or empty, is not JSON, or has other columns than the settings name, is the usual mistake about
-data. Its name and its first row show it, within milliseconds; the rows after it are checked when they are read
-(prepare.py), by the same functions and with the same messages. Of tasks it is checked that they exist, have their files
-and support the loss; what reads tasks is imported only for them.
+A source is a path, a glob, a directory, or a hub id, and a data set is a list of sources:
+
+    data/train.jsonl        one file (readers.py lists the formats)
+    data/part-*.parquet     every file that matches, in sorted order
+    data/                   every data file directly inside that is not hidden, in sorted order, plain texts only if
+                            there is nothing else; a directory that `save_to_disk` of `datasets` wrote is read by it
+                            (split "train")
+    owner/name              a hub data set, split "train"; `owner/name:split` or `owner/name:config:split`
+
+There is no registry. Nothing is downloaded unless the source is not on disk and looks like a hub id, and then only
+through the optional `datasets` package. Only regular files are read: a pipe or a device may be endless.
+
+Which files a list means is found on the disk, and a mistake there trains on other data without any error: so the report
+says what is odd about the list (`remarks`).
 """
 
+import glob
+import os
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from keyhole.data.files import no_rows, resolve
-from keyhole.data.formats import COLUMNS, TABLE, detect, filled, normalise, rename
-from keyhole.data.opened import Record, kind_of
+from keyhole.data.examples import COLUMNS, example_of, layout_of, with_columns
+from keyhole.data.opened import PLAIN, SUFFIXES, Record, kind_of, open_text
+from keyhole.data.parquet import nested
 from keyhole.data.readers import read_file
-from keyhole.data.settings import AUTO, DataSettings
+from keyhole.data.settings import DataSettings
 from keyhole.disk.json_text import read_json
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed, printable
 from keyhole.model.structure.source import names_classifier
 
+HUB_ID = re.compile(r"((?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]/]*\])?))?")
+PART = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)")
+SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
+SAID_BY_NAME = ("readme", "license", "licence", "changelog", "citation", "notice")
+NAMES = {name for names in COLUMNS.values() for name in names} | {"question", "answer", "label", "id"}
+MOST_LINE = 2**20
 BY_LINE = (".jsonl", ".ndjson", ".csv")  # the first row takes as long in a file of any size
 WHOLE, WHOLE_BYTES = (".json", ".tsv"), 2**20  # the reader looks at more of the file
 
 
 def check_sources(settings: DataSettings) -> None:
     """Refuses missing files, patterns and folders, first rows that cannot be trained on, unknown tasks, and a loss that
-    a task does not support."""
+    a task does not support, within milliseconds: the usual mistakes about data."""
     given = [source for source in (settings.train_data, settings.eval_data) if source]
-    files = [resolve([source] if isinstance(source, str) else source) for source in given]
+    files = [name for source in given for name in resolve([source] if isinstance(source, str) else source)]
     _ = settings.template_text
-    for path in () if _classifies(settings.model) else (Path(name) for names in files for name in names):
+    for path in () if _classifies(settings.model) else map(Path, files):
         kind = kind_of(path) if path.is_file() else ""
         if kind in BY_LINE or (kind in WHOLE and path.stat().st_size <= WHOLE_BYTES):
             first = next(read_file(path), None)
             if first is None:
-                raise no_rows(str(path))
-            record = with_columns(first, settings)
-            normalise(record, layout_of(record, settings)[0])
+                raise _no_rows(str(path))
+            record = with_columns(first, settings.columns, settings.row_templates)
+            example_of(record, layout_of(record, settings.data_format, settings.row_templates)[0])
     if settings.task or settings.test_task:
         from keyhole.data.tasks.parse import read_spec
         from keyhole.data.tasks.places import find_splits
@@ -57,18 +80,143 @@ def _classifies(model: str) -> bool:
         return False
 
 
-def with_columns(record: Record, how: DataSettings) -> Record:
-    """The row with the columns that the settings rename or make."""
-    record = rename(record, how.columns) if how.columns else record
-    return filled(record, how.row_templates) if how.row_templates else record
+def read(source: str | list[str]) -> Iterator[Record]:
+    """All rows of all sources, in order. Every source and every file must have at least one row."""
+    sources = [source] if isinstance(source, str | Path) else list(source)
+    if not sources:
+        raise UserError("no data: the list of sources is empty; give a path, a glob, a directory or a hub id")
+    resolve(sources)  # reports all missing files before anything is read
+    for index, name in ((i, name) for i, given in enumerate(sources) for name in resolve([given])):
+        records = read_file(Path(name)) if Path(name).is_file() else read_datasets(name)
+        first = next(records, None)
+        if first is None:
+            raise _no_rows(name)
+        yield replace(first, source=index)
+        yield from records if index == 0 else (replace(record, source=index) for record in records)
 
 
-def layout_of(record: Record, how: DataSettings) -> tuple[str, str]:
-    """(layout, reason) of a file, from its first row."""
-    given = how.data_format not in (None, AUTO)
-    layout = TABLE if how.row_templates else str(how.data_format) if given else detect(record)
-    if record.is_document:
-        return layout, "plain text: one document, or several between lines of <|endoftext|>"
-    if how.row_templates:
-        return layout, f"{' and '.join(how.row_templates)} from columns"
-    return layout, "data_format is set" if given else f"found column {', '.join(COLUMNS[layout])}"
+def _no_rows(name: str) -> UserError:
+    return UserError(f"{name}: the file holds no rows; remove it from the data or fill it")
+
+
+def resolve(sources: list[str]) -> list[str]:
+    """Paths, globs and directories as file names; saved data sets and hub ids are left unchanged. One error names all
+    missing files."""
+    names, missing = [], []
+    for source in map(str, sources):
+        path = Path(os.path.expanduser(source))
+        try:
+            if found := _found(source, path):
+                names += found
+            else:
+                missing.append(_missing(source, path))
+        except OSError as error:  # a name that is too long, a directory without read permission
+            missing.append(f"{printable(source, 200)}: cannot be read: {error.strerror or error}")
+    if missing:
+        raise UserError("\n".join(missing))
+    return names
+
+
+def _found(source: str, path: Path) -> list[str]:
+    if path.is_file() or is_saved(path):
+        return [str(path)]
+    if path.exists():
+        return [str(file) for file in _data_files(path)] if path.is_dir() else []
+    is_id = HUB_ID.fullmatch(source)
+    if glob.has_magic(source) and not is_id:
+        return sorted(p for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+    return [source] if is_id and not kind_of(path) else []
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote this directory."""
+    return any(os.path.exists(path / name) for name in ("dataset_dict.json", "state.json"))
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """The data files directly inside a directory: its tables, or if it has none, its plain texts. Hidden files are not
+    meant to be listed (`._part.jsonl`, which macOS writes beside a copy)."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and kind_of(path) and path.name[0] != "."]
+    tables = [path for path in files if kind_of(path) not in PLAIN]
+    return tables or [path for path in files if not path.name.lower().startswith(SAID_BY_NAME)]
+
+
+def _missing(source: str, path: Path) -> str:
+    if path.is_dir():
+        held = listed(names_in(sorted(path.iterdir())), 5)
+        holds = f"; it holds {held}" if held else ""
+        return f"{source}: a directory that holds no data file ({', '.join(SUFFIXES)}){holds}"
+    if path.exists():
+        return f"{source}: not a regular file but a pipe or a device, which may have no end; copy it into a file"
+    if glob.has_magic(source):
+        return f"{source}: no file matches this pattern (from {Path.cwd()})"
+    near = sorted(p.name for p in path.parent.iterdir() if kind_of(p)) if path.parent.is_dir() else []
+    return f"{source}: no such file (from {Path.cwd()})" + (f"; {path.parent} holds {listed(near, 5)}" if near else "")
+
+
+def names_in(paths: list[Path]) -> list[str]:
+    """Names of files, and of directories with a slash."""
+    return [f"{path.name}/" if path.is_dir() else path.name for path in paths]
+
+
+def read_datasets(name: str) -> Iterator[Record]:
+    """The rows of a hub data set (`id`, `id:split` or `id:config:split`), or of a saved one."""
+    is_saved_here = Path(name).is_dir()
+    parts = None if is_saved_here else HUB_ID.fullmatch(name)
+    repo, config, split = (name, None, None) if parts is None else parts.groups(default=None)
+    try:
+        import datasets
+    except ImportError:
+        what = "a saved data set" if is_saved_here else f"no such file or directory (from {Path.cwd()})"
+        raise UserError(f"{name}: {what}; to read it with `datasets`: pip install datasets") from None
+    try:
+        if not is_saved_here:
+            rows = datasets.load_dataset(repo, config, split=split or "train")
+        elif (rows := datasets.load_from_disk(name)) and isinstance(rows, dict):
+            rows = rows["train"]
+    except Exception as error:  # the package raises a dozen unrelated types here, all of them about this name
+        raise UserError(f"{name}: cannot load data set {repo!r}, split {split or 'train'!r}: {error}") from None
+    for number, row in enumerate(rows, 1):
+        yield Record(name, "row", number, {key: nested(value) for key, value in row.items()})
+
+
+def remarks(sources: list[str], names: list[str]) -> list[str]:
+    """What is odd about these sources, which were resolved to these files: what is not read of a directory, files of
+    several splits in one, parts (`-00002-of-00005`) that are missing, files that are read twice, and plain texts that
+    begin like a table."""
+    found = []
+    for folder in (Path(os.path.expanduser(source)) for source in sources):
+        if folder.is_dir() and not is_saved(folder):
+            read = _data_files(folder)
+            others = names_in([path for path in sorted(folder.iterdir()) if path not in read and path.name[0] != "."])
+            others = [name for name in others if not name.lower().startswith(SAID_BY_NAME)]
+            why = f"only {', '.join(SUFFIXES)}, and plain texts only where no tables are"
+            found += [f"{folder}: not read: {listed(others)} ({why})"] if others else []
+            words = {word for path in read for word in re.split(r"[\W_]+", path.name.lower())}
+            if len(splits := sorted({SPLITS[word] for word in words if word in SPLITS})) > 1:
+                told = "are all read; for one of them write a pattern, such as *train*"
+                found.append(f"{folder}: files of {', '.join(splits)} {told}")
+    parts: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for name in names:
+        if match := PART.fullmatch(Path(name).name):
+            parts[str(Path(name).parent / match[1]), match[3], match[4]].add(int(match[2]))
+    for (front, count, end), numbers in parts.items():
+        if len(numbers) < int(count):
+            found.append(f"{front}*-of-{count}{end}: only {len(numbers):,} of {int(count):,} parts are read")
+    times = Counter(os.path.realpath(name) if Path(name).is_file() else name for name in names)
+    if again := [f"{Path(name).name} ({number} times)" for name, number in times.items() if number > 1]:
+        found.append(f"read more than once, so trained on more often: {listed(again)}")
+    return found + [line for name in names if kind_of(Path(name)) in PLAIN and (line := _disguise(Path(name)))]
+
+
+def _disguise(path: Path) -> str:
+    """What a plain text is whose first line is that of another format."""
+    try:
+        with open_text(path) as file:
+            line = file.readline(MOST_LINE).strip()
+    except (OSError, EOFError, ValueError, zlib.error):
+        return ""  # reading it will report that
+    if line.startswith("{") and line.endswith("}"):
+        return f"{path.name}: begins with a JSON object, and is trained on as plain text; call it .jsonl"
+    named = len(NAMES & {cell.strip('" ') for cell in re.split(r"[\t,;]", line)}) > 1
+    return f"{path.name}: begins with names of columns, and is trained on as plain text; call it .csv" if named else ""

@@ -1,89 +1,164 @@
-"""What keyhole needs of a tokenizer, and what it finds out about one."""
+"""Turns examples into token ids, and decides which of them are trained on.
 
-import json
-from collections.abc import Sequence
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Protocol
+    chat            text and answer spans from the template (answers.py), tokenised once, nothing added:
+                    the template writes bos itself, so it is never doubled
+    plain text      [bos] prompt answer eos; bos only if the tokenizer adds one, neither if already there; the pieces
+                    of a document (readers.py) have an eos after the last of them
+
+The whole text is tokenised at once, and answers are mapped to tokens by character offsets. Tokenising prompt and answer
+separately would give tokens that the model has never seen ("Answer: " + "yes" has a separate space token, "Answer: yes"
+does not). A token with characters on both sides of the boundary counts as answer; nearly always the prompt's own tokens
+are a prefix of the whole, and there is no such token. For a tokenizer without offsets (not a fast one), the text up to
+the boundary is tokenised separately; the answer begins where the tokens differ. Offsets stay inside the tokenizers
+library, and only the few needed ones are read: as Python tuples they would take 150 bytes per token.
+
+The end-of-turn token is trained, so that the model learns to stop. White space that a template writes after it is not
+trained: generation has ended by then. If the last answer has no special token at its end, an eos is added and trained.
+`train_end_token: false` excludes all of these from the loss, and adds no eos: if answers are single words that are
+scored, not generated, the end would be half of the trained tokens.
+
+    label[t] = id[t] where trained, else -100; label[0] = -100 always, since nothing predicts the first token
+"""
+
+import os.path
+import re
+import unicodedata
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from keyhole.data.answers import Chat, Lost, Rendered, find
+from keyhole.data.chat_template import ChatTemplate
+from keyhole.data.examples import Example
+from keyhole.data.opened import check_text
+from keyhole.data.report import count_names
+from keyhole.data.settings import DataSettings
+from keyhole.data.tokenizer import Tokenizer, bos_ids, special_tokens
+from keyhole.data.turns import is_trained
+from keyhole.data.worker import bounded
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
-    from tokenizers import Tokenizer as Backend
-    from transformers import BatchEncoding
+    from tokenizers import Encoding
+
+CONTROL = re.compile(r"<[|\uff5c][^\s<>{}]{1,40}?[|\uff5c]>")
 
 
-class Tokenizer(Protocol):
-    """The part of Transformers' tokenizers that is used here."""
+class Tokens(NamedTuple):
+    """One example in tokens."""
 
-    is_fast: bool
-    chat_template: str | dict[str, str] | None
-    bos_token_id: int | None
-    eos_token_id: int | None
-    unk_token_id: int | None
-    pad_token_id: int | None
-    eos_token: str | None
-    all_special_ids: list[int]
-    all_special_tokens: list[str]
-    special_tokens_map: dict[str, str]
-
-    @property
-    def backend_tokenizer(self) -> "Backend": ...
-    @property
-    def added_tokens_decoder(self) -> dict[int, "AddedToken"]: ...
-    def __call__(self, *texts: str | list[str], **options: object) -> "BatchEncoding": ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def get_vocab(self) -> dict[str, int]: ...
-    def get_chat_template(self, template: None, tools: list[dict[str, str]] | None) -> str: ...
-    def num_special_tokens_to_add(self, pair: bool) -> int: ...
-    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
-    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
-    def convert_tokens_to_string(self, tokens: list[str]) -> str: ...
+    ids_T: np.ndarray  # int32
+    trained_T: np.ndarray  # bool
+    end_id: int | None  # the special token that ends the last answer
+    unpredicted: bool = False  # an answer begins with the first token, which nothing predicts: it is not trained on
+    lost: Lost = Lost()
 
 
-def bos_ids(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer adds before every text: [bos] or nothing."""
-    with_special, without = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
-    return list(with_special[: with_special.index(without[0])]) if without and without[0] in with_special else []
+class Renderer:
+    """Turns examples into tokens, many at a time.
+
+    foreign: what looks like a control token (<|im_end|>) and is none of this tokenizer, with the number of its texts:
+    of data, or of a chat template, that were made for another model. missing: characters that the tokenizer leaves out:
+    a BPE without bytes and without an unknown token has none for them."""
+
+    def __init__(self, tokenizer: Tokenizer, how: DataSettings | None = None) -> None:
+        self.tokenizer, self.how = tokenizer, (how := how or DataSettings())
+        self.template = ChatTemplate(
+            tokenizer, how.template_text, how.chat_template_kwargs, how.day, tuple(how.stop_token_ids)
+        )
+        self.foreign, self.own = Counter[str](), dict[str, bool]()
+        self.characters, self.missing = set[str](), set[str]()
+        self.special = special_tokens(tokenizer)
+        self.bos, self.eos = bos_ids(tokenizer), tokenizer.eos_token_id
+        self.trains_end = how.train_end_token is not False
+
+    def __call__(self, examples: list[Example]) -> list[Tokens]:
+        """Tokens of each example, in order."""
+        chats = [Chat(each.turns, each.given, each.record.where) for each in examples if each.turns is not None]
+        written, texts = iter(bounded(partial(find, self.template), chats, _place)), []
+        for example in examples:
+            text = example.prompt + example.answer
+            plain = Rendered(text, [(len(example.prompt), len(text))])
+            texts.append(plain if example.turns is None else next(written))
+            check_text(texts[-1].text, example.record.where)
+            words = dict.fromkeys(CONTROL.findall(texts[-1].text))
+            count_names(self.foreign, (word for word in words if not self._is_own(word)))
+        self._try({character for rendered in texts for character in rendered.text})
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        batch = self.tokenizer([t.text for t in texts], **options)
+        encodings = batch.encodings if self.tokenizer.is_fast else [None] * len(texts)
+        return [
+            self._tokens(example, rendered, ids, encoding)
+            for example, rendered, ids, encoding in zip(examples, texts, batch["input_ids"], encodings, strict=True)
+        ]
+
+    def _is_own(self, word: str) -> bool:
+        if word not in self.own:
+            found = self.tokenizer.convert_tokens_to_ids(word)
+            self.own[word] = found is not None and self.tokenizer.convert_ids_to_tokens(found) == word
+        return self.own[word]
+
+    def _try(self, characters: set[str]) -> None:
+        """Tries the characters that were not tried before; white space and marks may have no token."""
+        new, self.characters = characters - self.characters, self.characters | characters
+        if alone := sorted(each for each in new if unicodedata.category(each)[0] not in "CMZ"):
+            made = self.tokenizer(alone, add_special_tokens=False, verbose=False)["input_ids"]
+            self.missing |= {each for each, ids in zip(alone, made, strict=True) if not ids}
+
+    def _tokens(self, example: Example, rendered: Rendered, ids: list[int], encoding: "Encoding | None") -> Tokens:
+        trained_T: np.ndarray = np.zeros(len(ids), dtype=bool)
+        end_id = None
+        for start, end in rendered.spans:
+            a, b = (self._locate(at, rendered.text, ids, encoding) for at in (start, end))
+            b = self._end_of_turn(ids, a, b) if self.trains_end else self._without_end(ids, a, b)
+            trained_T[a:b] = True
+            end_id = ids[b - 1] if b > a and ids[b - 1] in self.special else None
+        ids_T = np.array(ids, dtype=np.int32)
+        if trained_T.any() and end_id is None and self._is_open(example, rendered):
+            ids_T, trained_T, end_id = np.append(ids_T, np.int32(self.eos)), np.append(trained_T, True), self.eos
+        if example.turns is None and self.bos and ids[: len(self.bos)] != self.bos:
+            ids_T = np.concatenate([np.array(self.bos, dtype=np.int32), ids_T])
+            trained_T = np.concatenate([np.zeros(len(self.bos), dtype=bool), trained_T])
+        if self.how.train_on == "all":
+            trained_T[:] = True
+        has_question = example.turns is not None or bool(example.prompt)
+        unpredicted = self.how.train_on == "answers" and has_question and bool(trained_T[:1].any())
+        trained_T[:1] = False
+        return Tokens(ids_T, trained_T, end_id, unpredicted, rendered.lost)
+
+    def _end_of_turn(self, ids: list[int], a: int, b: int) -> int:
+        """Where answer [a, b) ends without the white space after its last special token."""
+        last = next((t for t in range(b - 1, a - 1, -1) if ids[t] in self.special), b - 1)
+        return last + 1 if last < b - 1 and not self.tokenizer.decode(ids[last + 1 : b]).strip() else b
+
+    def _without_end(self, ids: list[int], a: int, b: int) -> int:
+        """Where answer [a, b) ends without the special tokens, and white space between them, that close it."""
+        end = t = b
+        while t > a and (ids[t - 1] in self.special or not self.tokenizer.decode(ids[t - 1 : t]).strip()):
+            t -= 1
+            end = t if ids[t] in self.special else end
+        return end
+
+    def _is_open(self, example: Example, rendered: Rendered) -> bool:
+        """Whether an eos must be added: the text ends with an answer that has no end token."""
+        if self.eos is None or not self.trains_end:
+            return False
+        if example.turns is None:
+            return example.record.ends
+        followed = rendered.marked and rendered.text[rendered.spans[-1][1] :].strip()
+        return is_trained(example.turns[-1]) and not followed
+
+    def _locate(self, position: int, text: str, ids: list[int], encoding: "Encoding | None") -> int:
+        """Token index of a character position: the first token that ends after it."""
+        if position <= 0 or position >= len(text):
+            return 0 if position <= 0 else len(ids)
+        if encoding is None:
+            prefix = self.tokenizer(text[:position], add_special_tokens=False).input_ids
+            return len(os.path.commonprefix([prefix, ids]))
+        tokens = (encoding.char_to_token(at) for at in range(position, len(text)))
+        return next((token for token in tokens if token is not None), len(ids))  # white space may have no token
 
 
-def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Control tokens by id: those with a role (bos, eos, pad) and all added as special."""
-    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    return named | {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-
-
-def unknown_id(tokenizer: Tokenizer) -> int | None:
-    """The token that stands for text that the tokenizer does not know; None if it has none of its own."""
-    own = (
-        getattr(tokenizer.backend_tokenizer.model, "unk_token", None) if tokenizer.is_fast else None
-    )  # of a tokenizer whose settings do not name it
-    found = tokenizer.convert_tokens_to_ids(own) if isinstance(own, str) else tokenizer.unk_token_id
-    return None if found in (tokenizer.bos_token_id, tokenizer.eos_token_id) else found
-
-
-def pad_token_id(tokenizer: Tokenizer) -> int:
-    """The padding id; any valid id works, because padding is masked."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(i for i in candidates if i is not None)
-
-
-def content_of(tokenizer: Tokenizer) -> str:
-    """Everything of a tokenizer that the tokens of a text depend on, as text; with the versions of what tokenises."""
-    fast = tokenizer.is_fast
-    content = tokenizer.backend_tokenizer.to_str() if fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    libraries = [version(name) for name in ("transformers", "tokenizers", "jinja2")]
-    return "\n".join(
-        [content, type(tokenizer).__name__, repr(tokenizer), str(tokenizer.special_tokens_map), *libraries]
-    )
-
-
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Each token as text, with the space that it begins with; `?` for ids that the tokenizer does not know.
-
-    A decoder takes the space off the first token of a text. So a token is decoded twice in a row, and the second time
-    counts; a token of which two do not begin with one is shown as it is alone."""
-    shown = []
-    for word in tokenizer.convert_ids_to_tokens(list(ids)):
-        alone = "?" if word is None else tokenizer.convert_tokens_to_string([word])
-        twice = alone if word is None else tokenizer.convert_tokens_to_string([word, word])
-        shown.append(twice[len(alone) :] if word is not None and twice.startswith(alone) else alone)
-    return shown
+def _place(chat: Chat) -> str:
+    return f"{chat.where}: the chat template, for {len(chat.turns):,} turns,"

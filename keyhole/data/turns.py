@@ -17,7 +17,8 @@ text. With the wrong form they encode the text twice, print Python's dict, or fa
 import json
 from typing import Any
 
-from keyhole.data.opened import Record
+from keyhole.data.opened import Record, Row
+from keyhole.data.readers import parse_json
 from keyhole.errors import UserError, printable
 
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template, set for every row
@@ -30,8 +31,8 @@ USERS = {"human": "user", "prompter": "user"}  # what others call a user
 ABOUT_CALLS = ("name", "type", "id", "index", "description", "strict")  # keys of a call that are no arguments
 CONTENT_PARTS = (None, "text", "input_text", "output_text")
 
-Turn = dict[str, Any]
-Call = dict[str, Any]
+Turn = Row
+Call = Row
 
 
 def wrong(record: Record, column: str, expected: str, value: object) -> UserError:
@@ -44,35 +45,34 @@ def wrong(record: Record, column: str, expected: str, value: object) -> UserErro
     return UserError(f"{record.where}: column {printable(column, 80)}: expected {expected}, found {found}")
 
 
+def parsed(value: Any) -> Any:
+    """A list or an object; in CSV it is written as JSON."""
+    try:
+        return parse_json(value) if isinstance(value, str) and value.strip() else value
+    except (ValueError, RecursionError):
+        return value
+
+
 def read_turn(record: Record, place: str, turn: object) -> Turn:
     """A valid turn, without nulls, which Parquet inserts for missing keys."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise wrong(record, place, "an object with role and content", turn)
     if turn.get("function_call") is not None and not turn.get("tool_calls"):
-        turn = {key: value for key, value in turn.items() if key != "function_call"} | {
-            "tool_calls": [turn["function_call"]]
-        }
+        others = {key: value for key, value in turn.items() if key != "function_call"}
+        turn = others | {"tool_calls": [turn["function_call"]]}
     calls, role, plain = turn.get("tool_calls") or [], turn["role"], turn["role"].strip().lower()
     meant, content = USERS.get(plain, plain), turn.get("content")
     if isinstance(content, list) and all(_is_text(part) for part in content):
         content = "".join(part["text"] for part in content)
+    another_name = role != "assistant" and plain in ASSISTANTS and not _is_excluded(turn)
+    unknown_name = meant in ("system", "user", "tool") and role != meant
     refused = (
         ("content" not in turn and not calls, "", "an object with role and content", turn),
         (turn.get("weight", 1) not in (0, 1, None), ".weight", "0 or 1", turn.get("weight")),
         *((turn.get(key) not in (True, False, None), f".{key}", "true or false", turn.get(key)) for key in TRAIN),
         (not isinstance(calls, list), ".tool_calls", "a list of calls", calls),
-        (
-            role != "assistant" and plain in ASSISTANTS and not _is_excluded(turn),
-            ".role",
-            "assistant (only its turns are trained on)",
-            role,
-        ),
-        (
-            meant in ("system", "user", "tool") and role != meant,
-            ".role",
-            f"{meant} (the name that templates know)",
-            role,
-        ),
+        (another_name, ".role", "assistant (only its turns are trained on)", role),
+        (unknown_name, ".role", f"{meant} (the name that templates know)", role),
         (not isinstance(content, str) and not (content is None and calls), ".content", "text", content),
     )
     for holds, key, expected, value in refused:
@@ -109,11 +109,6 @@ def is_trained(turn: Turn) -> bool:
     return turn["role"] == "assistant" and not _is_excluded(turn)
 
 
-def is_ignored_wish(turn: Turn) -> bool:
-    """Whether a turn that is no answer is marked for training; only answers are trained on."""
-    return turn["role"] != "assistant" and any(turn.get(key) == 1 for key in TRAIN)
-
-
 def call_as(call: Call, text: bool) -> Call:
     """A tool call under `function`, with its arguments as JSON text or as an object."""
     call = call if "function" in call else {"type": "function", "function": call}
@@ -140,36 +135,23 @@ def called_names(turn: Turn) -> list[str]:
     for function in (call.get("function", call) for call in turn.get("tool_calls") or ()):
         arguments = _arguments(function)
         words = [*arguments, *arguments.values()] if isinstance(arguments, dict) else []
-        names += [function["name"], *(word for word in words if _is_plain(word))]
+        names += [function["name"], *filter(_is_plain, words)]
     return names
 
 
 def described_names(tools: list[object] | None) -> list[str]:
     """The names of the functions that the column `tools` describes (if plain words, so never escaped)."""
-    known = (tool for tool in tools or () if isinstance(tool, dict))
-    functions = (tool.get("function", tool) for tool in known)
-    names = (function.get("name") for function in functions if isinstance(function, dict))
-    return [str(name) for name in names if _is_plain(name)]
+    functions = (tool.get("function", tool) for tool in tools or () if isinstance(tool, dict))
+    return [f["name"] for f in functions if isinstance(f, dict) and _is_plain(f.get("name"))]
 
 
 def _is_plain(word: object) -> bool:
     return isinstance(word, str) and word.isascii() and word.isidentifier()
 
 
-def document_texts(given: Turn) -> list[str]:
-    """The longest text of each document that a row gives the template: its content, whatever the key is called."""
-    documents = given.get("documents") or ()
-    return [max(texts, key=len) for document in documents if (texts := _texts(document))]
-
-
-def written_forms(text: str) -> list[str]:
-    """A text as it stands, and as JSON encodes it."""
-    return list(dict.fromkeys((text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])))
-
-
 def is_written(text: str, where: str) -> bool:
     """Whether a text occurs somewhere as it stands, or as JSON encodes it."""
-    return any(form in where for form in written_forms(text))
+    return any(form in where for form in (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
 def further_texts(turn: Turn) -> dict[str, list[str]]:
@@ -177,14 +159,14 @@ def further_texts(turn: Turn) -> dict[str, list[str]]:
     An id is nothing that a turn says."""
     spoken = [key for key in REASONING if isinstance(turn.get(key), str)]
     others = {key: value for key, value in turn.items() if key not in (*READ, *spoken, "id")}
-    found = {key: [repr(value)] if value in (0, 1) else _texts(value) for key, value in others.items()}
+    found = {key: [repr(value)] if value in (0, 1) else texts_in(value) for key, value in others.items()}
     return {key: texts for key, texts in found.items() if texts}
 
 
-def _texts(value: object) -> list[str]:
+def texts_in(value: object) -> list[str]:
     """The texts in a value, and its flags, which nobody reads."""
     if isinstance(value, dict | list):
-        return [text for item in (value.values() if isinstance(value, dict) else value) for text in _texts(item)]
+        return [text for item in (value.values() if isinstance(value, dict) else value) for text in texts_in(item)]
     if isinstance(value, bool):
         return [repr(value)]
     return [value.strip()] if isinstance(value, str) and value.strip() else []

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from keyhole.data.capacity import check_ids, check_max_length, context_length
-from keyhole.data.tasks.classify import TextEncoder, find_labels
-from keyhole.data.tasks.encode import Encoder
-from keyhole.data.tasks.question import Question, Task
+from keyhole.data.tasks.encode import Encoder, TextEncoder
+from keyhole.data.tasks.question import Question, Task, find_labels
 from keyhole.errors import UserError
 from keyhole.eval import metrics
 from keyhole.eval.rows import class_logits, not_finite, score_rows

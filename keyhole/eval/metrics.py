@@ -30,7 +30,7 @@ from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
-from keyhole.data.tasks.expressions import extracted
+from keyhole.data.tasks.spec import extracted
 
 MOST_LOSS = math.log(sys.float_info.max)
 NO_ANSWER = ["no", "answer"]  # the reference of a question that its passage does not answer

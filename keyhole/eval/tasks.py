@@ -1,6 +1,6 @@
 """Task files: questions with candidate answers, one of which is right.
 
-A row (JSONL, JSON or Parquet; keyhole.data.files reads it) is
+A row (JSONL, JSON or Parquet; keyhole.data.sources reads it) is
 
     {"prompt": "The soup was cold.\nStamp:", "candidates": [" blue", " red"], "answer": 1}
 
@@ -18,8 +18,8 @@ from itertools import islice
 from pathlib import Path
 
 from keyhole import assets
-from keyhole.data.files import read
 from keyhole.data.opened import Record, check_text
+from keyhole.data.sources import read
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError, listed
 

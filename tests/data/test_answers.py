@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from keyhole.data.formats import normalise
+from keyhole.data.examples import example_of
 from keyhole.data.opened import Record
-from keyhole.data.render import Renderer
 from keyhole.data.settings import DataSettings
+from keyhole.data.tokens import Renderer
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
@@ -32,7 +32,7 @@ def talk(**turn: Any) -> list[dict[str, Any]]:
 def trained(template: str | None, messages: list[dict[str, Any]], **how: Any) -> tuple[list[str], Any]:
     """The trained stretches of a chat, and what the template lost."""
     tok = tokenizer(template)
-    example = normalise(Record("data.jsonl", "line", 7, {"messages": messages}), "messages")
+    example = example_of(Record("data.jsonl", "line", 7, {"messages": messages}), "messages")
     tokens = Renderer(tok, DataSettings(**how))([example])[0]
     return trained_text(tok, tokens), tokens.lost
 
@@ -100,7 +100,7 @@ def test_a_turn_is_taken_out_by_weight_or_train(flag: dict[str, Any]) -> None:
     messages = chat(*"abcd")
     messages[1] |= flag
     for layout, turns in (("conversations", sharegpt), ("messages", messages)):
-        example = normalise(Record("f", "line", 1, {layout: turns}), layout)
+        example = example_of(Record("f", "line", 1, {layout: turns}), layout)
         assert trained_text(tok, Renderer(tok)([example])[0]) == ["d<|im_end|>"]
 
 
@@ -115,8 +115,8 @@ def test_the_end_token_can_be_left_out(end: bool | None) -> None:
     """Of prompt and completion none is added, of a chat none is trained; by default both are."""
     tok = tokenizer(chats.CLOSING)
     renderer = Renderer(tok, DataSettings(train_end_token=end))
-    pair = normalise(Record("f", "line", 1, {"prompt": "Answer:", "completion": " yes"}), "prompt_completion")
-    talk = normalise(Record("f", "line", 2, {"messages": chat("Hi", "A.")}), "messages")
+    pair = example_of(Record("f", "line", 1, {"prompt": "Answer:", "completion": " yes"}), "prompt_completion")
+    talk = example_of(Record("f", "line", 2, {"messages": chat("Hi", "A.")}), "messages")
     texts = [trained_text(tok, tokens) for tokens in renderer([pair, talk])]
     assert texts == ([[" yes"], ["A."]] if end is False else [[" yes</s>"], ["A.<|end|>\n</s>"]])
 
@@ -203,7 +203,7 @@ def test_a_system_prompt_a_question_and_tools_that_are_not_written_are_counted()
     assert [text[:2] for text in found] == ["A.", "B."] and lost.counts["context"] == 2
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     row = {"messages": chat("Hi", "A."), "tools": tools}
-    example = normalise(Record("data.jsonl", "line", 7, row), "messages")
+    example = example_of(Record("data.jsonl", "line", 7, row), "messages")
     for template, count in ((chats.CHATML, 1), ("{{ tools | tojson }}" + chats.CHATML, 0)):
         assert Renderer(tokenizer(template), DataSettings())([example])[0].lost.counts["tools"] == count
 
@@ -307,7 +307,7 @@ def test_documents_and_variables_of_a_row_reach_the_template() -> None:
     row = {"messages": chat("Hi", "A."), "documents": documents, "chat_template_kwargs": {"brief": True, "other": None}}
     as_text = {key: json.dumps(value) for key, value in row.items()}
     for given in (row, as_text):
-        example = normalise(Record("data.jsonl", "line", 7, given), "messages")
+        example = example_of(Record("data.jsonl", "line", 7, given), "messages")
         tok = tokenizer(writing + chats.CHATML)
         tokens = Renderer(tok, DataSettings())([example])[0]
         assert tok.decode(tokens.ids_T).startswith("Paris is large,\nand old.\nshort\n<|im_start|>")
@@ -323,7 +323,7 @@ def test_documents_and_variables_of_a_row_reach_the_template() -> None:
 def test_what_no_template_can_be_given_is_refused(column: dict[str, Any]) -> None:
     """Documents that are no list, and a variable that is a column of its own."""
     with pytest.raises(UserError, match=f"line 7: column {next(iter(column))}"):
-        normalise(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A."), **column}), "messages")
+        example_of(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A."), **column}), "messages")
 
 
 def test_a_header_is_given_where_the_loop_writes_the_prompt() -> None:

@@ -5,10 +5,10 @@ import tracemalloc
 import numpy as np
 
 from keyhole.data.collect import Collector
-from keyhole.data.formats import Example
+from keyhole.data.examples import Example
 from keyhole.data.opened import Record
-from keyhole.data.render import Tokens
 from keyhole.data.settings import DataSettings
+from keyhole.data.tokens import Tokens
 
 
 def test_the_peak_is_little_more_than_what_stays() -> None:

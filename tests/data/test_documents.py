@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.data import readers
-from keyhole.data.files import read, remarks, resolve
 from keyhole.data.prepare import prepare
+from keyhole.data.sources import read, remarks, resolve
 from keyhole.errors import UserError
 from tests.data.chats import tokenizer
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.files import read
 from keyhole.data.opened import TABLES
 from keyhole.data.prepare import prepare
+from keyhole.data.sources import read
 from keyhole.errors import UserError
 from tests.data.chats import tokenizer
 

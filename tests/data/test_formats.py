@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.formats import COLUMNS, check_format, detect, normalise, unread
+from keyhole.data.examples import COLUMNS, example_of, layout_of, unread
 from keyhole.data.opened import Record
+from keyhole.data.settings import DataSettings
 from keyhole.errors import UserError
 
 
@@ -17,7 +18,7 @@ def record(**row: Any) -> Record:
 
 
 def turns(layout: str, **row: Any) -> list[tuple[str, str]]:
-    return [(turn["role"], turn["content"]) for turn in normalise(record(**row), layout).turns]
+    return [(turn["role"], turn["content"]) for turn in example_of(record(**row), layout).turns]
 
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -37,18 +38,18 @@ CHAT = [("user", "Hi"), ("assistant", "Hello")]
 )
 def test_the_columns_say_the_layout(row: dict, layout: str) -> None:
     """Leftover columns of poorer layouts do not confuse."""
-    assert detect(record(**row)) == layout
+    assert layout_of(record(**row), None, {})[0] == layout
 
 
 def test_unknown_columns_are_listed_with_what_is_expected() -> None:
     """The error has the file, the columns found, all layouts, and the key to set."""
     with pytest.raises(UserError) as error:
-        detect(record(question="?", answer="!"))
+        layout_of(record(question="?", answer="!"), None, {})
     message = str(error.value)
     assert "data.jsonl, line 3" in message and "found:    question, answer" in message
     assert all(name in message for name in COLUMNS) and "data_format" in message
     with pytest.raises(UserError, match="data_format='chatml': expected auto, messages"):
-        check_format("chatml")
+        DataSettings(data_format="chatml")
 
 
 def test_every_layout_of_a_chat_is_the_same_chat() -> None:
@@ -78,10 +79,10 @@ def test_alpacas_history_comes_before_the_question() -> None:
 def test_sharegpts_function_calls_are_calls() -> None:
     """A turn from function_call is an assistant's tool call; what is no JSON is refused."""
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}
-    example = normalise(record(conversations=[{"from": "human", "value": "Hi"}, call]), "conversations")
+    example = example_of(record(conversations=[{"from": "human", "value": "Hi"}, call]), "conversations")
     assert example.turns[1]["tool_calls"] == [{"name": "f", "arguments": {"a": 1}}]
     with pytest.raises(UserError, match=r"conversations\[0\].value: expected a call in JSON"):
-        normalise(record(conversations=[call | {"value": "f()"}]), "conversations")
+        example_of(record(conversations=[call | {"value": "f()"}]), "conversations")
 
 
 @pytest.mark.parametrize("role", ["human", "User", "system ", "Tool"])
@@ -98,7 +99,7 @@ def test_columns_that_a_layout_does_not_use_are_known() -> None:
         "prompt_completion": {"prompt": "a", "completion": "b"},
         "alpaca": {"instruction": "a", "output": "b", "input": "c"},
     }
-    unused = {name: unread(normalise(record(**row, **further), name), name) for name, row in found.items()}
+    unused = {name: unread(example_of(record(**row, **further), name), name) for name, row in found.items()}
     assert unused["messages"] == unused["alpaca"] == ["id", "label"]
     assert unused["prompt_completion"] == ["system", "id", "label"]
 
@@ -108,7 +109,7 @@ def test_parts_tools_and_nulls() -> None:
     parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
     assert turns("messages", messages=[USER, ASSISTANT | {"content": parts}]) == CHAT
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
-    example = normalise(record(messages=[USER, calls], tools=[{"name": "f"}]), "messages")
+    example = example_of(record(messages=[USER, calls], tools=[{"name": "f"}]), "messages")
     assert example.given == {"tools": [{"name": "f"}]} and "name" not in example.turns[1]
 
 
@@ -137,7 +138,7 @@ def test_parts_tools_and_nulls() -> None:
 def test_a_wrong_type_names_row_and_column(layout: str, row: dict, message: str) -> None:
     """File, line, column, what was expected and what was found."""
     with pytest.raises(UserError, match=f"data.jsonl, line 3: .*{message}"):
-        normalise(record(**row), layout)
+        example_of(record(**row), layout)
 
 
 KEYS = st.sampled_from(["role", "content", "from", "value"])
@@ -153,7 +154,7 @@ def test_any_row_is_an_example_or_a_user_error(layout: str, values: list[Any]) -
     """No value, however odd, gives anything but an example made of text, or an error that names the row."""
     row = dict(zip([*COLUMNS[layout], "input", "system"], values, strict=False))
     try:
-        example = normalise(record(**row), layout)
+        example = example_of(record(**row), layout)
     except UserError as error:
         assert "data.jsonl, line 3" in str(error)
     else:

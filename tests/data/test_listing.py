@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.data.files import remarks, resolve
 from keyhole.data.prepare import prepare
+from keyhole.data.sources import remarks, resolve
 from keyhole.errors import UserError
 from tests.data.chats import tokenizer
 

@@ -114,8 +114,8 @@ def test_every_file_has_its_own_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"overlong": "cut"}, "overlong='cut': expected truncate or split or drop or error"),
-        ({"train_on": "prompts"}, "train_on='prompts': expected answers or all"),
+        ({"overlong": "cut"}, "overlong='cut': expected truncate, split, drop, error"),
+        ({"train_on": "prompts"}, "train_on='prompts': expected answers, all"),
         ({"data_format": "x"}, "data_format='x'"),
         ({"packing": True, "max_length": None}, "packing=true needs max_length"),
         ({"max_length": 1}, "max_length=1: expected at least 2"),
@@ -152,20 +152,22 @@ def test_a_row_of_another_layout_than_the_first_is_refused(tmp_path: Path) -> No
     assert prepare(source, tokenizer(chats.CHATML), data_format="text").report.samples == 2
 
 
-def test_text_that_the_tokenizer_does_not_know_is_reported(tmp_path: Path) -> None:
-    """It becomes an unknown token."""
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+def test_text_that_the_tokenizer_does_not_know_is_reported(tmp_path: Path, unknown: str | None) -> None:
+    """It becomes an unknown token, or nothing at all; a space or a joiner without a token is no loss."""
     from tokenizers import Tokenizer, models, trainers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made = Tokenizer(models.BPE(unk_token=unknown))
     trainer = trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], vocab_size=40, show_progress=False)
     made.train_from_iterator(["hello world"], trainer)
     tok = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
     known = prepare(write(tmp_path / "known.jsonl", [{"text": "hello\u200d\tworld"}]), tok).report
-    assert known.unknown == 2
+    assert known.missing == "" and known.unknown == (2 if unknown else 0)
     report = prepare(write(tmp_path / "a.jsonl", [{"text": "hello \u732b world \u732b"}]), tok).report
-    assert report.unknown == 2
-    assert any(line.startswith("warning:") and "2 tokens (" in line for line in report.lines())
+    assert (report.unknown, report.missing) == ((2, "") if unknown else (0, "\u732b"))
+    said = "2 tokens (" if unknown else "leaves them out: \u732b"
+    assert any(line.startswith("warning:") and said in line for line in report.lines())
 
 
 def test_control_tokens_of_another_model_are_named(tmp_path: Path) -> None:

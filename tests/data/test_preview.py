@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keyhole.data.prepare import prepare
 from keyhole.data.preview import preview
-from keyhole.data.tokens import token_texts
+from keyhole.data.tokenizer import token_texts
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
 

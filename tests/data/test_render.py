@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.formats import normalise
+from keyhole.data.examples import example_of
 from keyhole.data.opened import Record
-from keyhole.data.render import Renderer
 from keyhole.data.settings import DataSettings
+from keyhole.data.tokens import Renderer
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import answers, chat, tokenizer
@@ -18,7 +18,7 @@ from tests.data.chats import answers, chat, tokenizer
 
 def render(tok: Any, layout: str, train_on: str = "answers", how: dict | None = None, **row: Any) -> Any:
     """One row as (tokens, list of trained texts)."""
-    example = normalise(Record("data.jsonl", "line", 7, row), layout)
+    example = example_of(Record("data.jsonl", "line", 7, row), layout)
     tokens = Renderer(tok, DataSettings(train_on=train_on, **how or {}))([example])[0]
     return tokens, trained_text(tok, tokens)
 

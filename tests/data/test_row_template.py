@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.data.formats import RowTemplate
+from keyhole.data.examples import RowTemplate
 from keyhole.data.opened import Record
 from keyhole.data.prepare import prepare
 from keyhole.data.settings import DataSettings
@@ -48,8 +48,8 @@ def test_what_is_no_text_is_refused(text: str, cells: dict[str, Any], says: str)
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"prompt": "{sentence"}, "single {"),
-        ({"prompt": "a } b {x}"}, "single }"),
+        ({"prompt": "{sentence"}, "expected '}'"),
+        ({"prompt": "a } b {x}"}, "Single '}'"),
         ({"completion": "label"}, "completion: .* names no column"),
         ({"prompt": "{x}", "data_format": "messages"}, "leave data_format out"),
     ],

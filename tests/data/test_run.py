@@ -130,7 +130,7 @@ def test_a_resumed_run_prints_the_day_it_began(tiny_model: Path, tmp_path: Path)
     given = {"chat_template": DATED}
     began = load_data(settings(tiny_model, path, **given, template_date="2024-02-29"))
     state = began.train.state_dict()
-    assert state["date"] == "2024-02-29" and any("prints the date, 2024-02-29" in line for line in began.report)
+    assert state["date"] == "2024-02-29" and any("print the date, 2024-02-29" in line for line in began.report)
     load_data(settings(tiny_model, path, **given, template_date=state["date"])).train.load_state_dict(state)
     with pytest.raises(UserError, match="the training data are not those of the checkpoint"):
         load_data(settings(tiny_model, path, **given)).train.load_state_dict(state)

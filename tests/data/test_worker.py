@@ -10,11 +10,11 @@ import pytest
 from keyhole.data import worker
 from keyhole.data.answers import Chat, find
 from keyhole.data.chat_template import ChatTemplate
-from keyhole.data.formats import normalise
+from keyhole.data.examples import example_of
 from keyhole.data.opened import Record
-from keyhole.data.render import Renderer
 from keyhole.data.settings import DataSettings
-from keyhole.data.tasks.expressions import Expression, extracted
+from keyhole.data.tasks.spec import Expression, extracted
+from keyhole.data.tokens import Renderer
 from keyhole.data.worker import bounded
 from keyhole.errors import UserError
 from tests.data import chats
@@ -44,7 +44,7 @@ HOSTILE = {
 def test_a_template_that_harms_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the row in the message; and the next chat is written as ever."""
     monkeypatch.setattr(worker, "SECONDS", 1)
-    example = normalise(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.")}), "messages")
+    example = example_of(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.")}), "messages")
     with pytest.raises(UserError, match="line 7: the chat template"):
         Renderer(tokenizer(chats.CHATML), DataSettings(chat_template=source))([example])
     assert len(Renderer(tokenizer(chats.CHATML))([example])[0].ids_T)
@@ -53,7 +53,7 @@ def test_a_template_that_harms_is_stopped(source: str, monkeypatch: pytest.Monke
 def test_a_chat_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the work that finding its answers makes."""
     monkeypatch.setattr(worker, "SECONDS", 1)
-    example = normalise(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.") * 4000}), "messages")
+    example = example_of(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.") * 4000}), "messages")
     with pytest.raises(UserError, match="line 7: the chat template, for 8,000 turns, takes more than 1 s"):
         Renderer(tokenizer(chats.CHATML))([example])
 
@@ -62,7 +62,7 @@ def test_ten_million_characters_pass() -> None:
     """The bound is far from long texts in templates that touch them often."""
     source = "{% for m in messages %}{{ (m.content | trim).replace('a', 'b') + '' }}{% endfor %}"
     made = tokenizer(source)
-    example = normalise(Record("f", "line", 1, {"messages": chat("a" * 10**7, "c", "d", "e")}), "messages")
+    example = example_of(Record("f", "line", 1, {"messages": chat("a" * 10**7, "c", "d", "e")}), "messages")
     chat_ = Chat(example.turns or [], {}, "f")
     assert bounded(partial(find, ChatTemplate(made)), [chat_], str)[0].text == "b" * 10**7 + "cde"
 
@@ -95,7 +95,7 @@ def test_no_torch_in_the_process() -> None:
     if worker._workers:
         worker._workers.pop().close()
     assert Renderer(tokenizer(chats.CHATML))(
-        [normalise(Record("f", "line", 1, {"messages": chat("a", "b")}), "messages")]
+        [example_of(Record("f", "line", 1, {"messages": chat("a", "b")}), "messages")]
     )
     maps = Path(f"/proc/{worker._workers[0].process.pid}/maps").read_text()
     assert "torch" not in maps and "numpy" not in maps

@@ -19,19 +19,17 @@ from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from keyhole.data.batches import order
-from keyhole.data.cache import Arrays, kept
+from keyhole.data.cache import About, Arrays, kept
 from keyhole.data.opened import Record
 from keyhole.data.settings import DataSettings
-from keyhole.data.tasks.expressions import extracted
 from keyhole.data.tasks.parse import read_spec, read_text
 from keyhole.data.tasks.places import Split, find_splits, read_split
-from keyhole.data.tasks.question import Question, Task, build, number_of
-from keyhole.data.tasks.spec import GENERATED, OWN_SPLITS, TaskSpec, check_names, listed_names, own_splits
+from keyhole.data.tasks.question import Question, Task, build
+from keyhole.data.tasks.spec import GENERATED, OWN_SPLITS, TaskSpec, check_names, extracted, listed_names, own_splits
 from keyhole.data.tasks.tables import latin_line
 from keyhole.data.worker import bounded
 from keyhole.errors import UserError, listed
@@ -67,11 +65,10 @@ def load_task(
     names = sorted({file for place in places.values() for file in place.names})
     how = [spec.name, read_text(name), asdict(numbers), training, {s: astuple(place) for s, place in places.items()}]
 
-    def pack(drawn: dict[str, Task]) -> tuple[dict[str, Any], Arrays]:
-        about = {s: [task.about, task.warnings, [vars(q) for q in task.questions]] for s, task in drawn.items()}
-        return about, {}
+    def pack(drawn: dict[str, Task]) -> tuple[About, Arrays]:
+        return {s: [task.about, task.warnings, [vars(q) for q in task.questions]] for s, task in drawn.items()}, {}
 
-    def unpack(about: dict[str, Any], _: Arrays) -> dict[str, Task]:
+    def unpack(about: About, _: Arrays) -> dict[str, Task]:
         return {
             split: Task(spec.name, [Question.read_back(q) for q in questions], spec, told, tuple(warnings))
             for split, (told, warnings, questions) in about.items()
@@ -163,22 +160,15 @@ def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Spli
 
 
 def _odd(spec: TaskSpec, records: list[Record], questions: list[Question], place: Split) -> tuple[str, ...]:
-    """Warnings: texts that are empty, answers that are all the same (a model learns to give it whatever it is asked),
-    and answers that count as right but that no model can give."""
+    """Warnings about what was drawn: empty texts, and answers that count as right but that no model can give."""
     found: dict[str, list[str]] = {}
     for name in (name for name in spec.columns if name not in spec.optional):
         cells = ((record.where, record.row[name]) for record in records)
         found[f"an empty {name}"] = [where for where, cell in cells if isinstance(cell, str) and not cell.strip()]
     listed_candidates = spec.candidates if isinstance(spec.candidates, tuple) else ()
-    if spec.value is not None and listed_candidates:
-        numbers = [number_of(text, "candidates") for text in listed_candidates]
-        low, high = min(numbers), max(numbers)
-        beyond = [q.where for q in questions if q.value is not None and not low <= q.value <= high]
-        found[f"{spec.value} outside of the candidates, {low:g} to {high:g}"] = beyond
     if spec.kind == GENERATED and spec.program is None:
-        stopped = [q.where for q in questions if any(word in q.candidates[0].strip() for word in spec.stop)]
         what = f"an answer with one of the stop strings, {listed(map(repr, spec.stop))}, where generation ends"
-        found[what] = stopped
+        found[what] = [q.where for q in questions if any(word in q.candidates[0].strip() for word in spec.stop)]
     if spec.kind == GENERATED and spec.extract is not None:
         parts = iter(extracted(spec.extract, [text for q in questions for text in q.references]))
         without = [q.where for q in questions if all([next(parts) is None for _ in q.references])]
@@ -199,17 +189,19 @@ def draw_tasks(settings: DataSettings) -> list[dict[str, Task]]:
     """Train, dev and test of each task of a run."""
     names = listed_names(settings.task)
     check_names([*names, *listed_names(settings.test_task)], settings.task_splits)
-    numbers = Numbers(train=settings.num_train, dev=settings.num_dev, test=settings.num_eval, seed=settings.seed)
-    where = settings.task_data, numbers, settings.task_splits
-    return [load_task(name, *where, cache=settings.data_cache) for name in names]
+    return [_of_settings(name, settings, training=True) for name in names]
 
 
 def draw_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
     """The tasks that are only scored (test_task)."""
     names = listed_names(settings.test_task)
     check_names([*listed_names(settings.task), *names], settings.task_splits if names else None)
-    where = settings.task_data, Numbers(test=settings.num_eval, seed=settings.seed), settings.task_splits
-    return tuple(load_task(name, *where, training=False, cache=settings.data_cache)["test"] for name in names)
+    return tuple(_of_settings(name, settings, training=False)["test"] for name in names)
+
+
+def _of_settings(name: str, how: DataSettings, training: bool) -> dict[str, Task]:
+    numbers = Numbers(train=how.num_train, dev=how.num_dev, test=how.num_eval, seed=how.seed)
+    return load_task(name, how.task_data, numbers, how.task_splits, training=training, cache=how.data_cache)
 
 
 def report_lines(drawn: dict[str, Task]) -> list[str]:
@@ -217,11 +209,8 @@ def report_lines(drawn: dict[str, Task]) -> list[str]:
     spec = drawn["train"].spec
     assert spec is not None
     parts = [f"{split} {task.about} ({task.fingerprint})" for split, task in drawn.items() if task.questions]
-    return [
-        f"task {spec.name}: {spec.title}; {spec.metric}",
-        *(f"task {spec.name}: {part}" for part in parts),
-        *(line for task in drawn.values() for line in warning_lines(task)),
-    ]
+    lines = [f"task {spec.name}: {part}" for part in (f"{spec.title}; {spec.metric}", *parts)]
+    return lines + [line for task in drawn.values() for line in warning_lines(task)]
 
 
 def warning_lines(task: Task) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from keyhole.data.tasks.expressions import Expression, Text
 from keyhole.data.tasks.spec import (
     CHOICE,
     LIBRARY,
@@ -23,7 +22,9 @@ from keyhole.data.tasks.spec import (
     OWN_SPLITS,
     SPLITS,
     USUAL_SPLITS,
+    Expression,
     TaskSpec,
+    Text,
     is_task_file,
     is_task_name,
     own_name,

@@ -24,9 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from keyhole.assets import TRAIN
-from keyhole.data.files import is_saved, only_files, read_datasets
 from keyhole.data.opened import Record
-from keyhole.data.tasks.spec import OWN_SPLITS, TaskSpec, plain
+from keyhole.data.sources import is_saved, names_in, read_datasets
+from keyhole.data.tasks.spec import OWN_SPLITS, SPLITS, TaskSpec, plain
 from keyhole.data.tasks.tables import pick_all, read_rows, suffix_of
 from keyhole.errors import UserError, listed
 
@@ -85,28 +85,24 @@ def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | N
         for there in found[own:]:
             if "test" in there:
                 return {"test": there["test"]}
-    looked_for: dict[str, list[str]] = {}
+    missing: dict[str, dict[str, None]] = {}
     for layout, there in list(zip(layouts, found, strict=True))[own:]:
-        for split in (split for split in layout if split not in there):
-            looked_for.setdefault(split, []).extend(layout[split])
-    told = {split: listed(dict.fromkeys(names)) for split, names in looked_for.items()}
-    missing = " and none for ".join(f"{split} (looked for {names})" for split, names in told.items())
-    holds = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
+        for split in layout.keys() - there.keys():
+            missing.setdefault(split, {}).update(dict.fromkeys(layout[split]))
+    told = " and none for ".join(
+        f"{split} (looked for {listed(missing[split])})" for split in SPLITS if split in missing
+    )
+    whole = next((there["train"] for there in found if "train" in there), None)
     taken = {name for there in found for place in there.values() for name in place.names}
-    free = sorted(p for p in folder.iterdir() if suffix_of(p) and p.is_file() and str(p) not in taken)
-    rest, chosen = list(free), {}
-    for split in looked_for if len(free) >= len(looked_for) else ():  # by its name (my_dev_set.csv for test), else any
-        words = {"train": ("train",), "dev": ("val", "dev"), "test": ("val", "dev", "test")}[split]
-        fits = [path for word in words for path in rest if word in path.name.lower()]
-        chosen[split] = rest.pop(rest.index((fits or rest)[0])).name
-    named = ", ".join(f"{split}: {name}" for split, name in chosen.items())
-    advice = f"; or say which is which: task_splits: {{{named}}}"
-    if len(free) < len(looked_for):
-        whole = next((there["train"] for there in found if "train" in there), None)
-        whole = whole or (Split((str(free[0]),)) if free else None)
-        advice = f"; or divide the one there is: task_splits: {whole.divided()}" if whole else ""
+    free = [path for path in sorted(folder.iterdir()) if suffix_of(path) and path.is_file() and str(path) not in taken]
+    advice = ""
+    if len(free) >= len(missing):
+        named = ", ".join(f"{split}: FILE" for split in SPLITS if split in missing)
+        advice = f"; or say which is which: task_splits: {{{named}}}"
+    elif whole or free:
+        advice = f"; or divide the one there is: task_splits: {(whole or Split((str(free[0]),))).divided()}"
     raise UserError(
-        f"task_data: {folder} has no file for {missing}; it holds {listed(holds)}{only_files(folder.iterdir())}. "
+        f"task_data: {folder} has no file for {told}; it holds {listed(sorted(names_in(list(folder.iterdir()))))}. "
         f"Name the files by split (train.jsonl, validation.tsv, ...){advice}"
     )
 
@@ -197,23 +193,25 @@ def _files(folder: Path, word: str, split: str) -> list[Path]:
     parts = rf"{own}[-_.](\d+)(?:-of-(\d+)(?:-[0-9a-f]{{16}})?)?"
     for pattern in (own, parts, rf"{own}-v[\d.]+|\w+[-_]{own}"):
         found = {path: match for path, stem in stems.items() if (match := re.fullmatch(pattern, stem))}
-        names = [path.name for path in found]
-        if len(found) > 1 and pattern != parts:
-            raise UserError(
-                f"{folder}: {listed(names)} could all be `{word}`; name one: task_splits: {{{split}: {names[0]}}}"
-            )
-        totals = {match[2] for match in found.values()} if found and pattern == parts else {None}
-        if totals != {None}:  # their names say how many parts there are
-            numbers = sorted(int(match[1]) for match in found.values())
-            whole = [list(range(first, first + len(found))) for first in (0, 1)]
-            if {None if each is None else int(each) for each in totals} != {len(found)} or numbers not in whole:
-                raise UserError(
-                    f"{folder}: {listed(names)}: not one of each part; complete them, or name what is to be read: "
-                    f"task_splits: {{{split}: {names[0]}}}"
-                )
-        if found:
+        numbered = [(match[1], match[2]) for match in found.values()] if pattern == parts else []
+        if len(found) > 1 and not numbered:
+            fault = f" could all be `{word}`; name one"
+        elif any(total for _, total in numbered) and not _is_whole(numbered):  # their names say how many there are
+            fault = ": not one of each part; complete them, or name what is to be read"
+        elif found:
             return list(found)
+        else:
+            continue
+        names = [path.name for path in found]
+        raise UserError(f"{folder}: {listed(names)}{fault}: task_splits: {{{split}: {names[0]}}}")
     return []
+
+
+def _is_whole(numbered: list[tuple[str, str | None]]) -> bool:
+    """Whether there is one of each part, of (number, total)."""
+    numbers, count = sorted(int(number) for number, _ in numbered), len(numbered)
+    counted = all(total is not None and int(total) == count for _, total in numbered)
+    return counted and numbers in (list(range(count)), list(range(1, count + 1)))
 
 
 def _hub_splits(spec: TaskSpec, given: dict[str, str]) -> dict[str, Split]:
@@ -225,7 +223,7 @@ def _hub_splits(spec: TaskSpec, given: dict[str, str]) -> dict[str, Split]:
             f"task_data: not set, so task {spec.name} would be read from the hub ({spec.hub['dataset']}), which needs "
             f"`datasets`: pip install datasets, or set {where}"
         )
-    own = {split: name for split, name in spec.hub.items() if split in ("train", "dev", "test")}
+    own = {split: name for split, name in spec.hub.items() if split in SPLITS}
     place = [spec.hub["dataset"], *([spec.hub["config"]] if "config" in spec.hub else [])]
     found = {}
     for split, name in ({"train": "train", "test": "validation"} | own | given).items():

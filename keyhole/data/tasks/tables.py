@@ -32,7 +32,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from keyhole.data.delimited import read_cells
 from keyhole.data.opened import (
     MOST_ROW_BYTES,
     TABLES,
@@ -45,7 +44,7 @@ from keyhole.data.opened import (
     open_text,
     told,
 )
-from keyhole.data.readers import load_json, read_file
+from keyhole.data.readers import load_json, read_cells, read_file
 from keyhole.data.tasks.spec import TaskSpec
 from keyhole.errors import UserError, listed
 

@@ -9,8 +9,8 @@ from transformers import BertConfig, LlamaConfig
 
 from keyhole.data.run import load_data, preview_data
 from keyhole.data.settings import DataSettings
-from keyhole.data.tasks.classify import Labels, TextEncoder
-from keyhole.data.tasks.question import Question
+from keyhole.data.tasks.encode import TextEncoder
+from keyhole.data.tasks.question import Labels, Question
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import read_config
 from keyhole.model.structure.tokenizer import read_tokenizer

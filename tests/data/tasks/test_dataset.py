@@ -149,7 +149,7 @@ def test_questions_without_a_wrong_candidate_are_not_called_too_long(tiny_model:
     for split in ("train", "dev"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"x": "so"}) + "\n")
     given = settings(tiny_model, tmp_path, task=str(tmp_path / "own.yaml"), loss="candidates")
-    with pytest.raises(UserError, match="of 1 no candidate is wrong"):
+    with pytest.raises(UserError, match="1 are questions of which no candidate is wrong"):
         load_data(given)
 
 

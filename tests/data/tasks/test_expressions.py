@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from keyhole.data.tasks.expressions import Expression, Text
+from keyhole.data.tasks.spec import Expression, Text
 from keyhole.errors import UserError
 
 ROW = {"review": "good", "spans": [{"start": 0, "end": 99_999}] * 50_000, "long": "x" * 100_000}

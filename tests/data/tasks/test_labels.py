@@ -3,8 +3,8 @@
 import pytest
 import transformers as hf
 
-from keyhole.data.tasks.classify import class_names, find_labels
 from keyhole.data.tasks.parse import parse_spec, read_spec
+from keyhole.data.tasks.question import class_names, find_labels
 from keyhole.errors import UserError
 
 SST2, MNLI = read_spec("sst2"), read_spec("mnli")

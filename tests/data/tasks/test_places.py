@@ -199,22 +199,6 @@ def test_more_than_all_rows_are_refused(tmp_path: Path, name: str) -> None:
     assert str(find_splits(read_spec("sst2"), str(tmp_path), {"test": "dev[:100%]"})["test"]) == "dev.jsonl[:100%]"
 
 
-@pytest.mark.parametrize(
-    ("names", "advice"),
-    [
-        (("my_dev_set.jsonl", "my_train_set.jsonl"), "{train: my_train_set.jsonl, test: my_dev_set.jsonl}"),
-        (("a_test_x.jsonl", "b_val_x.jsonl", "c_train_x.jsonl"), "{train: c_train_x.jsonl, test: b_val_x.jsonl}"),
-        (("a.jsonl", "b.jsonl"), "{train: a.jsonl, test: b.jsonl}"),
-    ],
-)
-def test_the_suggested_splits_follow_the_names(tmp_path: Path, names: tuple[str, ...], advice: str) -> None:
-    """A file with dev in its name is not suggested for training."""
-    files_of(tmp_path, *names)
-    with pytest.raises(UserError) as caught:
-        find_splits(read_spec("sst2"), str(tmp_path))
-    assert str(caught.value).endswith(f"task_splits: {advice}")
-
-
 OWN = """
 columns: {sentence: sentence, label: label}
 prompt: "{{ sentence }}"
