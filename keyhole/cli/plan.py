@@ -1,13 +1,11 @@
 """keyhole plan MODEL|CONFIG [key=value ...] [--gpu SIZE] [--ram SIZE] [--link RATE] [--tokens BxT] [--machine NAME]"""
 
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from keyhole.cli.arguments import note
-from keyhole.errors import UserError
 from keyhole.machine.collector import imports
 from keyhole.machine.sizes import GIB
 from keyhole.machine.text import aligned
@@ -41,7 +39,6 @@ def plan(
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The rows as JSON.")] = False,
-    page: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with the trade-off drawn.")] = None,
 ) -> None:
     """Plan a run: memory, pace and hours of every method and placement, and which to take.
 
@@ -49,7 +46,7 @@ def plan(
     """
     from keyhole.training.plan_request import check_plan
 
-    options = {"gpu": gpu, "ram": ram, "link": link, "tokens": tokens, "machine": machine, "page": page}
+    options = {"gpu": gpu, "ram": ram, "link": link, "tokens": tokens, "machine": machine}
     request = check_plan(model, overrides or [], steps=steps, measure=measure, **options)
     with imports():
         from keyhole.disk.json_text import json_text
@@ -71,16 +68,6 @@ def plan(
     finally:
         late.cancel()
     typer.echo("\n".join(lines))
-    if page is not None:  # last: a page that cannot be written does not take the table with it
-        from keyhole.disk.files import write_text
-        from keyhole.plan.page import make_page
-
-        try:
-            write_text(Path(page), make_page(found.title, table, chosen, found.question, found.lines))
-        except OSError as error:
-            raise UserError(f"--page: {page} cannot be written: {error.strerror or error}") from error
-        if not as_json:
-            typer.echo(f"page: {page}")
 
 
 HEAD = (

@@ -5,7 +5,7 @@ tensors.py        safetensors files, tensor by tensor
 weight_files.py   the weight files of a model directory: safetensors, .bin or GGUF
 gguf.py           GGUF files
 quantized.py      bitsandbytes, GPTQ and AWQ in safetensors
-json_text.py      JSON that every program can read, small JSON files of unknown origin, result files (--json, --page)
+json_text.py      JSON that every program can read, small JSON files of unknown origin, result files (--json)
 user_cache.py     the user's cache directory
 weights_hash.py   a hash that identifies the weights of a model directory
 """

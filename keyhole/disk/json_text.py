@@ -78,7 +78,7 @@ def read_json(path: Path, what: str, limit_bytes: int = LIMIT_BYTES) -> Json:
 
 
 def check_result_file(option: str, path: Path) -> None:
-    """Before hours of work: UserError if a file that the user named (--json, --page) cannot be written, or holds
+    """Before hours of work: UserError if a file that the user named (--json) cannot be written, or holds
     something else than an earlier result: `--json train.jsonl` is a slip of the hand, and must not cost the data. The
     beginning of a file tells. Anything that is no ordinary file is refused: a result is written under another name and
     renamed, which would replace a pipe, a device (/dev/null, for root) or a link by a file."""

@@ -17,15 +17,21 @@ method's own formula (`device_bytes` of its row, methods/traits.py); here is wha
     sharded units     every rank keeps 1 / ranks of a unit's elements, and gathers the rest into slots as if the unit
                       were streamed; gradients are exchanged unit by unit in float32, with a send and a receive buffer
     shared homes      ranks on one machine that all have all weights keep one copy of streamed blocks between them
+
+A refusal names the minimum, what fills it, and which settings would need less: those that exist for the method and can
+still be lowered. Of a baseline, whose other needs are not planned, only the weights are named.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import nn
 
-from keyhole.machine.sizes import MIB
+from keyhole.errors import UserError
+from keyhole.machine.sizes import MIB, about, enough
+from keyhole.methods import METHODS, streaming_methods
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.traits import Traits
 from keyhole.methods.workload import DeviceBytes, Room, Workload
@@ -33,11 +39,58 @@ from keyhole.model.backward import memory as backward
 from keyhole.model.forward.memory import SLOT_COUNT, host_bytes
 from keyhole.model.structure.layout import Layout, Unit, find_layout
 from keyhole.offload.shards import part_numel
-from keyhole.plan import messages
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
 Find = Callable[[nn.Module, int | None, bool, bool], Layout]
+
+
+class DoesNotFit(UserError):
+    """The memory is too small for the run; placement.py adds the changes that would fit."""
+
+
+def parts(device_bytes: Any, trains: bool = True) -> str:
+    """The parts that fill the device, without empty ones. Without training, there are no perturbed weights."""
+    names = {} if trains else {"perturbed": "buffers"}
+    found = {names.get(field.name, field.name): getattr(device_bytes, field.name) for field in fields(device_bytes)}
+    return ", ".join(f"{name}: {about(count)}" for name, count in found.items() if count)
+
+
+def below_minimum(budget: int, smallest: DeviceBytes, work: Workload, weights_bytes: int, itemsize: int) -> DoesNotFit:
+    """The budget is too small even with everything streamed that can be."""
+    row = METHODS.get(work.method)
+    if row is None:  # forward passes only: there are no settings of training
+        fix = ", or use dtype=bfloat16" if itemsize > 2 and work.method != "replay" else ""
+        return DoesNotFit(
+            f"gpu_memory: {about(budget)} is below the minimum of {enough(smallest.total)} for this model and "
+            f"{work.method} ({parts(smallest, trains=False)}). Raise gpu_memory{fix}."
+        )
+    if not row.streams:
+        return DoesNotFit(
+            f"gpu_memory: {about(budget)} cannot hold the weights, {about(weights_bytes)}, and {work.method} cannot "
+            f"stream them. Raise gpu_memory, or use method={streaming_methods()}."
+        )
+    own = work.settings or row.settings()
+    passes = f"{work.passes} pass{'es' if work.passes > 1 else ''}"
+    whole = " Compiled blocks are not cut: compile=false needs less." if own.whole_blocks else ""
+    lower = ["batch_size", "max_length"]
+    lower += ["gradient_accumulation_steps"] if work.passes > own.passes else []
+    lower += own.advice.lower
+    change = "".join(f", or set {setting}" for setting in own.advice.change)
+    return DoesNotFit(
+        f"gpu_memory: {about(budget)} is below the minimum of {enough(smallest.total)} for this model and "
+        f"{work.method} at {work.tokens} tokens per pass and {passes} ({parts(smallest)}). Raise gpu_memory, or lower "
+        f"{', '.join(lower[:-1])} or {lower[-1]}{change}.{whole}"
+    )
+
+
+def resident_too_large(budget: int, needed: DeviceBytes, work: Workload, streams: bool) -> DoesNotFit:
+    """placement=resident in a budget that cannot hold it."""
+    return DoesNotFit(
+        f"gpu_memory: {about(budget)} is below the {enough(needed.total)} that placement=resident needs for this model "
+        f"and {work.method} at {work.tokens} tokens per pass ({parts(needed)}). Raise gpu_memory"
+        + (", or use placement=auto, which streams what does not fit." if streams else ".")
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +184,7 @@ def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_l
         _, layout, streamed = min(found, key=lambda one: one[0])
         return layout, streamed
     weights_bytes = sum(formats.homes(layout))
-    raise messages.below_minimum(budget, smallest, costs.work, weights_bytes, formats.dtype.itemsize)
+    raise below_minimum(budget, smallest, costs.work, weights_bytes, formats.dtype.itemsize)
 
 
 def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: int) -> set[int]:

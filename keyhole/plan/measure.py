@@ -8,19 +8,16 @@
     host_memory     a copy of 256 MiB by all threads; or the bytes of AdamW, if it moved more: a copy also reads what it
                     overwrites
     adam            the CPU's own kernel (ops/adam.py) on 32 Mi parameters, more than caches hold
-    called          the forward pass of a tiny Llama block with autograd, divided by its operations: what Python,
-                    modules and autograd's record cost differs from host to host, and is most of a small batch's time
 
-Each is the best of a few rounds, the first of which warms up; but `called` is measured in bursts that are spread over
-the time of the others, each a first quartile of the rounds of BURST_S after WARM_UP_S (a clock needs a while to rise),
-and the least burst counts: the best round is faster than those that a step is made of, the median is slowed down by
-other processes, and what slows a host down lasts longer than a burst.
+Each is the best of a few rounds, the first of which warms up. What the host needs to launch a kernel is a constant
+(machine/rates.py): it decides below 3B alone, where a plan is right within a factor of two.
 
-The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by GPU, CPU, cores and version of
-torch. If the file cannot be read, the machine is measured again; a failure to write it is said. `known` never measures:
+The result is kept in the user's cache (disk/user_cache.py), by GPU, CPU, cores and version of torch. If the file cannot
+be read, the machine is measured again; a failure to write it is said. `known` never measures:
 a run that starts uses it.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -29,25 +26,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map
 
-from keyhole.disk.files import make_directories, replacing
-from keyhole.disk.json_text import Json, read_json
+from keyhole.disk.files import make_directories, write_text
+from keyhole.disk.json_text import read_json
 from keyhole.disk.user_cache import cache_directory
 from keyhole.errors import UserError
 from keyhole.machine.host import cpu_count, host_memory
 from keyhole.machine.probe import cpu_name, link_speed, workspace_bytes
-from keyhole.machine.rates import CALLED, VERSION, Rates
+from keyhole.machine.rates import VERSION, Rates
 from keyhole.machine.sizes import MIB
-from keyhole.model.structure.block_counts import block_counts
-from keyhole.model.structure.find import find_blocks
-from keyhole.model.structure.reach import SHORT, call_of
 from keyhole.ops.adam import host_adamw_
 from keyhole.plan.profiles import profile_of
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05
-WARM_UP_S, BURST_S = 0.03, 0.05
 ADAM_BYTES = 28  # per parameter (ops/adam.py)
 LIMIT_BYTES = 2**20  # of the file
 
@@ -55,20 +47,15 @@ LIMIT_BYTES = 2**20  # of the file
 def measure(device: torch.device) -> Rates:
     """Measures now."""
     cuda, memory = device.type == "cuda", host_memory()
-    burst, links, called = call_timer(device), list[dict[str, float]](), list[float]()
+    links = list[dict[str, float]]()
 
     def between() -> None:
-        called.append(burst())
         if cuda:
             with torch.cuda.device(device):
                 links.append(link_speed())
 
     between()
-    host_rate = host_memory_rate()
-    called.append(burst())
-    adam = adam_rate()
-    called.append(burst())
-    products = _products(device)
+    host_rate, adam, products = host_memory_rate(), adam_rate(), _products(device)
     between()
     shape = (2048, 4096, 8192) if cuda else (512, 512, 1024)
     ways = ("host_to_device", "device_to_host", "both_ways")
@@ -87,7 +74,6 @@ def measure(device: torch.device) -> Rates:
             both=both,
             host_memory=max(host_rate, ADAM_BYTES * adam),
             adam=adam,
-            called=min(called),
             workspace_bytes=workspace_bytes(device),
         )
     finally:
@@ -151,50 +137,13 @@ def adam_rate() -> float:
     return w.numel() / seconds
 
 
-def call_timer(device: torch.device) -> Callable[[], float]:
-    """Measures in a burst the seconds of one operation in the forward pass of a tiny block; CALLED if it cannot be
-    counted."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    with torch.random.fork_rng(devices=[]):
-        module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=16))
-    block = find_blocks(module)[0]
-    counts, call = block_counts(module, block), call_of(module, block, SHORT)
-    if counts is None or call is None:
-        return lambda: CALLED
-    block.to(device)
-    args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, call)
-    hidden, *others = args
-    hidden = hidden.detach().requires_grad_(True)
-
-    @torch.enable_grad()
-    def burst() -> float:
-        found: list[float] = []
-        begin_s = time.perf_counter()
-        while (now_s := time.perf_counter()) < begin_s + WARM_UP_S + BURST_S or not found:
-            _wait(device)
-            each_s = time.perf_counter()
-            block(hidden, *others, **kwargs)
-            each_s = time.perf_counter() - each_s
-            if now_s >= begin_s + WARM_UP_S:
-                found.append(each_s)
-        _wait(device)
-        return max(sorted(found)[len(found) // 4] / counts.forward_kernels, 1e-9)
-
-    return burst
-
-
-def cache_file() -> Path | None:
-    """The file with kept measurements; None if the user has no cache directory."""
-    directory = cache_directory("rates")
-    return None if directory is None else directory / "rates.json"
-
-
-def key_of(device: torch.device) -> str:
-    """The key of a measurement: GPU, CPU, cores, version of torch."""
+def cache_file(device: torch.device) -> Path | None:
+    """The file with a kept measurement, named by GPU, CPU, cores and version of torch; None if the user has no cache
+    directory."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
-    return f"{VERSION} | {gpu} | {cpu_name()} | {cpu_count()} cores | torch {torch.__version__}"
+    key = f"{VERSION} | {gpu} | {cpu_name()} | {cpu_count()} cores | torch {torch.__version__}"
+    directory = cache_directory("rates")
+    return None if directory is None else directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def known(device: torch.device) -> Rates | None:
@@ -214,27 +163,18 @@ def rates_of(device: torch.device, again: bool = False, say: Callable[[str], Non
 
 
 def _kept(device: torch.device) -> Rates | None:
-    with suppress(KeyError, ValueError):
-        return Rates.from_dict(_read()[key_of(device)])
+    path = cache_file(device)
+    with suppress(UserError, ValueError):
+        return None if path is None else Rates.from_dict(read_json(path, "rates", LIMIT_BYTES))
     return None
 
 
-def _read() -> Json:
-    path = cache_file()
-    try:
-        return {} if path is None else read_json(path, "rates", LIMIT_BYTES)
-    except UserError:
-        return {}
-
-
 def keep(device: torch.device, found: Rates, say: Callable[[str], None]) -> None:
-    """Writes the rates beside those of other machines, with one rename."""
-    path = cache_file()
-    if path is None:
+    """Writes the rates."""
+    if (path := cache_file(device)) is None:
         return
     try:
         make_directories(path.parent)
-        with replacing(path) as file:
-            file.write(json.dumps(_read() | {key_of(device): found.to_dict()}, indent=1).encode())
+        write_text(path, json.dumps(found.to_dict(), indent=1))
     except OSError as error:
         say(f"the measurement could not be kept in {path}: {error.strerror or error}")

@@ -6,10 +6,11 @@
     auto       resident if everything fits the budget (default: 95 % of the free memory), otherwise like stream
 
 The cut into units, and the units that stay, are found in fit.py. This file reads the
-budget, refuses what fits neither device nor host before any weight is read (messages.py; with the changes that would
-make it fit, advice.py), and says what was decided, one line per decision, for the start block.
+budget, refuses what fits neither device nor host before any weight is read (with the changes that would make
+it fit, advice.py), and says what was decided, one line per decision, for the start block.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,16 +24,16 @@ from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
 from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.forward.memory import evaluation_bytes, host_bytes
-from keyhole.model.structure.find import TILE_NUMEL
+from keyhole.model.structure.find import STACK_NUMEL, TILE_NUMEL
 from keyhole.model.structure.layout import Layout, find_layout
+from keyhole.model.structure.reach import is_unreached
 from keyhole.model.weights.format import Wire
-from keyhole.plan import messages
 from keyhole.plan.advice import said
 from keyhole.plan.dtype import check_trainable
-from keyhole.plan.fit import UNIT_BYTES, Costs, fit
-from keyhole.plan.messages import expert_lines, outside_lines
+from keyhole.plan.fit import UNIT_BYTES, Costs, DoesNotFit, fit, parts, resident_too_large
 
 USABLE = 0.95  # share of the device's memory, if no budget is given
+MOST_NAMED = 4
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
 
@@ -118,7 +119,7 @@ def place(
     try:
         layout, streamed = _cut(module, whole, placement, budget, costs, device)
         _check_host(layout, streamed, costs, placement)
-    except messages.DoesNotFit as refused:
+    except DoesNotFit as refused:
         fills = placement == "stream" and gpu_memory is not None  # as auto does
         how = "auto" if fills else placement
         raise UserError(f"{refused}{said(module, how, limit, formats, device, work)}") from None
@@ -146,9 +147,9 @@ def _cut(
         have = torch.cuda.get_device_properties(device).total_memory
         sure = sum(getattr(resident, part, 0) for part in ("homes", "gradients", "state"))
         if not costs.is_planned and sure > have:
-            raise messages.resident_too_large(have, resident, costs.work, streams=False)
+            raise resident_too_large(have, resident, costs.work, streams=False)
     if have is not None and costs.is_planned and resident.total > have:
-        raise messages.resident_too_large(have, resident, costs.work, blocks)
+        raise resident_too_large(have, resident, costs.work, blocks)
     return whole, set()
 
 
@@ -168,7 +169,7 @@ def _check_host(layout: Layout, streamed: set[int], costs: Costs, placement: str
     needed, available = costs.host_bytes(layout, streamed), host_memory().available_bytes
     if streamed and needed + SLACK_BYTES > available:
         sums = host_sum(needed, SLACK_BYTES, available)
-        raise messages.DoesNotFit(
+        raise DoesNotFit(
             f"placement: {placement} keeps weights in host memory: {sums}. Free memory, raise gpu_memory so that more "
             "stays on the GPU, or use a 16-bit dtype."
         )
@@ -179,7 +180,7 @@ def _check_host(layout: Layout, streamed: set[int], costs: Costs, placement: str
                 layout, streamed, itemsize, cut=costs.cut(layout), ranks=work.local_ranks, of=work.ranks
             )
         except UserError as error:
-            raise messages.DoesNotFit(str(error)) from error
+            raise DoesNotFit(str(error)) from error
 
 
 def _reasons(
@@ -216,5 +217,65 @@ def _reasons(
         lines.append(f"budget: {about(placed.budget_bytes)}, {enforced}")
     if device.type != "cuda" or not costs.is_planned:
         return lines
-    parts = messages.parts(placed.device_bytes)
-    return [*lines, f"planned device peak: {about(placed.device_bytes.total)} ({parts})"]
+    return [*lines, f"planned device peak: {about(placed.device_bytes.total)} ({parts(placed.device_bytes)})"]
+
+
+def expert_lines(layout: Layout, streamed: set[int], may_cut: bool, element_bytes: int) -> list[str]:
+    """A line about layers that are computed expert by expert, and one about large stacks that are not."""
+    lines = []
+    if layout.experts:
+        count = layout.experts[0].count
+        how = f"experts: {len(layout.experts)} layers of {count} are computed one expert at a time, streamed or "
+        how += "resident: the same bits in both, those of the grouped product within rounding"
+        if any(unit.expert is not None and unit.index in streamed for unit in layout.units):
+            how += "; only experts that tokens meet cross the link"
+        elif streamed and not may_cut:
+            how += "; they are moved as whole stacks, since this method, wire or number of ranks needs these"
+        lines.append(how)
+    whole = [
+        t.shape.numel()
+        for t in layout.tensors
+        if t.block is not None and len(t.shape) == 3 and not t.experts and t.shape.numel() > STACK_NUMEL
+    ]
+    if whole and streamed:
+        lines.append(
+            f"experts: {len(whole)} stacks of up to {about(max(whole) * element_bytes)} are moved whole: this model "
+            "does not compute them expert by expert"
+        )
+    return lines
+
+
+def outside_lines(module: nn.Module, layout: Layout) -> list[str]:
+    """A line for each stack outside of the blocks, and one for weights that are frozen because the forward pass on
+    tokens does not use them."""
+    total = sum(tensor.shape.numel() for tensor in layout.tensors)
+    lines = [
+        f"outside of the blocks: {stack.name}, {stack.count} x {stack.kind}, {stack.numel / total:.1%} of the "
+        "parameters: on the device all the time, not streamed"
+        for stack in layout.stacks_outside
+    ]
+    frozen = [tensor for tensor in layout.tensors if is_unreached(tensor.param)]
+    if frozen:
+        numel = sum(tensor.shape.numel() for tensor in frozen)
+        lines.append(
+            f"frozen: {numel:,} parameters ({numel / total:.1%}) that a batch of tokens never reaches: "
+            + _frozen_parts({t.name for t in frozen}, {t.name for t in layout.tensors if not is_unreached(t.param)})
+        )
+    if untried := getattr(module, "keyhole_untried", ""):
+        lines.append(f"all parameters count as used: a forward without weights, which would tell, fails ({untried})")
+    return lines
+
+
+def _frozen_parts(frozen: set[str], reached: set[str]) -> str:
+    """The outermost modules with only frozen parameters; `*` stands for numbers."""
+    prefixes = {name[:end] for name in reached for end in range(len(name)) if name[end] == "."}
+    parts: dict[str, None] = {}
+    for name in sorted(frozen):
+        steps = name.split(".")
+        outermost = next(
+            (".".join(steps[:n]) for n in range(1, len(steps)) if ".".join(steps[:n]) not in prefixes), name
+        )
+        parts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", outermost)] = None
+    named = list(parts)
+    more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    return ", ".join(named[:MOST_NAMED]) + more

@@ -16,13 +16,11 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from keyhole import assets
 from keyhole.config import TrainConfig
 from keyhole.config.loader import load_config, parse_config
 from keyhole.config.recipes import config_of_settings, find_config, recipes, split_words
-from keyhole.disk.json_text import check_result_file
 from keyhole.errors import UserError
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import Bytes
@@ -37,10 +35,9 @@ DEFAULT = {"batch_size": 4, "max_length": 1024, "max_steps": 1000}
 @dataclass(frozen=True)
 class PlanRequest:
     """The parsed arguments. machine: None if it is to be detected; is_here: `--machine here` was given; names_method:
-    the method is asked for (else a config is made for the model); subject: what the page is about."""
+    the method is asked for (else a config is made for the model)."""
 
     config: TrainConfig
-    subject: str
     names_method: bool
     batch: int
     length: int
@@ -64,15 +61,12 @@ def check_plan(
     steps: int | None = None,
     machine: str | None = None,
     measure: bool = False,
-    page: str | None = None,
 ) -> PlanRequest:
     """Parses options and config and checks that the model exists; UserError names the first mistake."""
     is_here = machine is not None and machine.lower() == HERE
     rates = None if machine is None or is_here else profile(machine)
     ram_bytes, link_rate, gpu_bytes = _bytes("--ram", ram), _rate(link), _bytes("--gpu", gpu)
     shape = _tokens(tokens)
-    if page is not None:
-        check_result_file("--page", Path(page))
     named, words = split_words([model, *overrides])
     config, is_config = _config(named, words)
     if gpu_bytes is None and config.gpu_memory is not None:
@@ -81,7 +75,6 @@ def check_plan(
     check_directory(config.model)
     return PlanRequest(
         config,
-        os.path.basename(os.path.normpath(named or config.model)),
         is_config or any(word.startswith("method=") for word in words),
         batch,
         length,

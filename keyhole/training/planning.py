@@ -42,7 +42,6 @@ class Found:
     """The question, the lines to print about it, and the row that the config asks for (None: no particular row)."""
 
     question: Question
-    title: str
     lines: list[str]
     method: str | None = None
     placement: str | None = None
@@ -89,7 +88,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         f"step: {samples}" if count == 1 else f"step: {count:,} micro-batches, each {samples}",
     ]
     wanted = (config.method, config.placement, config.wire) if named else (None, None, None)
-    return Found(question, f"{request.subject} on {rates.name}", lines, *wanted)
+    return Found(question, lines, *wanted)
 
 
 def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, torch.device | None, int | None, int]:

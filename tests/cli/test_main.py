@@ -22,7 +22,7 @@ ROOT = Path(keyhole.cli.__file__).parents[2]
 SURFACE_TEXT = """
 : --version
 train: CONFIG KEY=VALUE --resume --dry-run --allow-code-execution
-plan: KEY=VALUE MODEL|CONFIG --gpu --ram --link --tokens --steps --machine --measure --json --page
+plan: KEY=VALUE MODEL|CONFIG --gpu --ram --link --tokens --steps --machine --measure --json
 data: CONFIG KEY=VALUE -n --count
 eval: KEY=VALUE --allow-code-execution --json DIR --tasks --limit --task-data --harness --num-fewshot
     --include-path --apply-chat-template

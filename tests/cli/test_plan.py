@@ -1,9 +1,7 @@
 """`keyhole plan` needs a config.json and nothing else."""
 
-import errno
 import json
 from pathlib import Path
-from typing import Never
 
 import pytest
 
@@ -31,30 +29,13 @@ def directory(tmp_path: Path) -> Path:
 def test_a_directory_without_weights_is_planned(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The JSON is a list of rows with the keys that were promised; the page is written; one row is recommended."""
-    page = tmp_path / "plan.html"
+    """The JSON is a list of rows with the keys that were promised; one row is recommended."""
     options = ["--machine", "laptop", "--gpu", "1GiB", "--ram", "16GiB", "--link", "25GB/s", "--tokens", "2x128"]
-    assert main(["plan", str(directory), *options, "--json", "--page", str(page)]) == 0
+    assert main(["plan", str(directory), *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {row["method"] for row in found} == set(METHODS) and all(KEYS <= row.keys() for row in found)
     assert sum(row["recommended"] for row in found) == 1
     assert all(row["tokens_per_second"] == pytest.approx(256 / row["step_seconds"]) for row in found)
-    assert page.read_text().startswith("<!doctype html>")
-
-
-def test_a_page_that_cannot_be_written_leaves_the_table(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that is full by then costs the page; the rows are printed."""
-
-    def full(path: Path) -> Never:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("keyhole.disk.files.replacing", full)
-    assert main(["plan", str(directory), "--machine", "laptop", "--page", str(tmp_path / "plan.html")]) == 2
-    told = capsys.readouterr()
-    assert "take: method=" in told.out and "plan.html cannot be written: No space left on device" in told.err
-    assert "page:" not in told.out
 
 
 def test_a_plan_that_takes_longer_says_so(

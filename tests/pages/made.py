@@ -2,13 +2,9 @@
 
 import math
 import re
-from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
-import torch
-
-from keyhole.bench.shapes import llama_config
 from keyhole.compare import page as compare_page
 from keyhole.compare.file import Comparison
 from keyhole.compare.result import Result
@@ -16,13 +12,7 @@ from keyhole.compare.table import Cell, zero_shot_cell
 from keyhole.demo.report import make_report
 from keyhole.demo.train import Demo, Squeezed
 from keyhole.demo.train import Result as DemoResult
-from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.model.structure.skeleton import build
-from keyhole.plan import page as plan_page
-from keyhole.plan.advice import recommended
-from keyhole.plan.profiles import PROFILES
-from keyhole.plan.table import Question, rows
 from keyhole.report import compared
 from keyhole.report import page as run_page
 from keyhole.report.curves import Curves
@@ -109,14 +99,6 @@ def report() -> str:
     return compared.make_page(made, Path("."))
 
 
-@cache
-def plan() -> str:
-    module = build(llama_config("7B"), torch.bfloat16)
-    asked = Question(module, torch.bfloat16, PROFILES["4090"], int(23 * GIB), int(64 * GIB), batch=4, length=1024)
-    table = rows(asked)
-    return plan_page.make_page("Llama-7B on a 4090", table, recommended(table), asked, ["model: " + "long " * 30])
-
-
 def compare() -> str:
     def result(method: str, i: int) -> Result:
         known = {"dev_metric": "accuracy", "test_metric": "accuracy", "dev": 0.8, "test": 0.7, "gpu_gib": 1.5 * 2**i}
@@ -157,4 +139,4 @@ def demo() -> str:
     return make_report(made, 0, ENVIRONMENT, [*shown, Squeezed("lsp", "too small " * 60)])
 
 
-PAGES = {"run": run, "report": report, "plan": plan, "compare": compare, "demo": demo, "short": short}
+PAGES = {"run": run, "report": report, "compare": compare, "demo": demo, "short": short}

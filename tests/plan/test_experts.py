@@ -79,7 +79,7 @@ def test_the_start_block_says_how_experts_are_moved(monkeypatch: pytest.MonkeyPa
     """One by one, or whole and why."""
     assert "experts" not in " ".join(keyhole.load(config("mixtral"), init="random", device="cpu").describe())
     monkeypatch.setattr(stacks, "STACK_NUMEL", 0)
-    monkeypatch.setattr("keyhole.plan.messages.STACK_NUMEL", 0)
+    monkeypatch.setattr("keyhole.plan.placement.STACK_NUMEL", 0)
     monkeypatch.setattr("keyhole.plan.fit.UNIT_BYTES", 4096)
 
     def said(name: str, method: str) -> str:

@@ -18,7 +18,6 @@ from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan import measure
 from keyhole.plan.profiles import profile
 from keyhole.plan.seconds import step_seconds, trust
 from keyhole.plan.table import Question, make_row, process_bytes
@@ -207,15 +206,6 @@ def test_galore_updates_its_largest_tensor_in_float32() -> None:
 def test_adapters_are_part_of_the_device_bytes() -> None:
     lomo, both = (METHODS[name].planned_bytes(opt(), set(), work(name), ROOM) for name in ("lomo", "lomo-lora"))
     assert both.updates - lomo.updates == 16 * 7_077_888  # as counted when the adapters were made (plan_check)
-
-
-def test_the_cost_of_a_call_is_measured() -> None:
-    """On this CPU; the random numbers of the caller stay as they are."""
-    torch.manual_seed(7)
-    before = torch.random.get_rng_state()
-    with torch.no_grad():
-        assert 0 < measure.call_timer(torch.device("cpu"))() < 1
-    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_a_plan_says_how_near_its_seconds_are() -> None:

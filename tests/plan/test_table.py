@@ -22,7 +22,6 @@ from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan import advice, measure, placement
-from keyhole.plan.page import make_page
 from keyhole.plan.profiles import PROFILES, profile_of
 from keyhole.plan.seconds import step_seconds
 from keyhole.plan.table import PLACEMENTS, Question, plan_row, rows
@@ -219,21 +218,9 @@ def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pyt
     cpu = torch.device("cpu")
     assert measure.known(cpu) is None
     assert measure.rates_of(cpu) == measure.rates_of(cpu) == measure.known(cpu) and len(calls) == 1
-    measure.cache_file().write_text("{torn")
+    measure.cache_file(cpu).write_text("{torn")
     assert measure.rates_of(cpu) and len(calls) == 2
-    assert [path.name for path in (tmp_path / "rates").iterdir()] == ["rates.json"]
-
-
-def test_the_page_is_complete_and_asks_for_nothing() -> None:
-    """Every row is on it, no script, no address, hostile names escaped; names beside the plot stand apart."""
-    asked = question(llama_7b(), "4090", 23, 60)
-    table = rows(asked)
-    page = make_page("<script>x</script>", table, advice.recommended(table), asked, ["<b>"])
-    assert "<script" not in page and "http" not in page and "src=" not in page and "&lt;b&gt;" in page
-    assert page.count("<tr") == len(table) + 1 and 'name="viewport"' in page
-    heights = sorted(float(y) for y in re.findall(r'class="name f\d+" x="[\d.]+" y="([\d.]+)"', page))
-    drawn = {row.method for row in table if row.fits and row.wire is None}
-    assert len(heights) == len(drawn) > 5 and all(b - a >= 10 for a, b in zip(heights, heights[1:], strict=False))
+    assert len(list((tmp_path / "rates").iterdir())) == 1
 
 
 def test_parts_overlap() -> None:

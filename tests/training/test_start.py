@@ -125,7 +125,6 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
         "plan --link": (["plan", "demo", "--link", "0GB/s"], "--link: '0GB/s' is no rate"),
         "plan --tokens": (["plan", "demo", "--tokens", "4by3"], "--tokens: found '4by3'"),
         "plan --machine": (["plan", "demo", "--machine", "cray"], "--machine: 'cray' is not one of"),
-        "plan --page": (["plan", "demo", "--page", f"{tmp_path}/absent/p.html"], "--page: "),
         "plan key": (["plan", "demo", "lerning_rate=1"], "lerning_rate"),
         "plan no model": (["plan", f"{tmp_path}/absent"], "model: "),
         "eval no task": (["eval", "demo", "--tasks", "sst22"], "--tasks: no task `sst22`"),
