@@ -11,11 +11,12 @@ The floor: P P^T G Q Q^T has rank d at most, so no pair with d columns, dense on
 matrix of rank d does, sqrt(1 - sum of the d largest squared singular values / ||G||^2) (Eckart and Young). A pair that
 is used for many gradients cannot reach it.
 
-Each gradient is computed from `batch` rows of the data, in micro-batches; no row is used twice. Only the chosen
-matrices are differentiated. The loss is summed, not averaged: biases are relative, so the scale does not matter. Device
-memory: 4 bytes x elements of the chosen matrices x gradients, and the model.
+Each gradient is computed from `batch` rows of the data; no row is used twice. Only the chosen matrices, a sample of
+those of the blocks, are differentiated. Device memory: 4 bytes x elements of the chosen matrices x gradients, and the
+model.
 """
 
+import random
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,6 @@ from keyhole.errors import UserError
 from keyhole.machine.probe import environment
 from keyhole.methods.baselines.galore import project, project_back, projector
 from keyhole.methods.lsp.fit import bias, fit
-from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.lsp.projector import KINDS, Projector, random_projector
 
 D, R = (16, 32, 48), (1, 4, 16)
@@ -54,7 +54,6 @@ class Sampling:
     data: str = "demo"
     device: str = "cpu"
     batch: int = 16  # rows per gradient
-    micro_batch: int = 16
     length: int = 128  # largest number of tokens of a row
     calibration: int = 4  # gradients to fit on
     held_out: int = 8  # held-out gradients
@@ -62,62 +61,40 @@ class Sampling:
     seed: int = 0
 
     def quickly(self) -> "Sampling":
-        return replace(self, batch=4, micro_batch=4, calibration=1, held_out=1, matrices=2)
+        return replace(self, batch=4, calibration=1, held_out=1, matrices=2)
 
 
 def sample(how: Sampling) -> tuple[Grads, Grads]:
     """Gradients by the name of their matrix: to fit on, and held out."""
-    model = keyhole.load(assets.locate(how.model, assets.MODEL), dtype="float32", device=how.device)
-    try:
-        return _differentiate(model, chosen_matrices(model, how.matrices), how)
-    finally:
-        model.close()
-
-
-def chosen_matrices(model: keyhole.Model, count: int) -> list[FlatTensor]:
-    """`count` matrices, from evenly spread blocks and from each place in a block in turn; 0: all matrices."""
-    blocks: dict[int, list[FlatTensor]] = {}
-    for tensor in model.layout.tensors:
-        if tensor.block is not None and len(tensor.shape) == 2:
-            blocks.setdefault(tensor.block, []).append(tensor)
-    every = [tensor for members in blocks.values() for tensor in members]
-    if not every:
-        raise UserError("--model: its blocks have no matrices")
-    if count == 0 or count >= len(every):
-        return every
-    listed = list(blocks.values())
-    places = [listed[i * len(listed) // count] for i in range(count)]
-    return list({id(t): t for i, members in enumerate(places) for t in (members[i % len(members)],)}.values())
-
-
-def _differentiate(model: keyhole.Model, chosen: list[FlatTensor], how: Sampling) -> tuple[Grads, Grads]:
-    source = assets.locate(how.data, assets.TRAIN)
+    place = assets.locate(how.model, assets.MODEL)
+    model = keyhole.load(place, dtype="float32", device=how.device, placement="resident")
+    dataset = prepare(str(assets.locate(how.data, assets.TRAIN)), model.tokenizer, max_length=how.length)
     needed = (how.calibration + how.held_out) * how.batch
-    dataset = prepare(str(source), model.tokenizer, max_length=how.length)
     if len(dataset) < needed:
         raise UserError(
             f"--data: {how.data} has {len(dataset)} rows, and {how.calibration} + {how.held_out} gradients of "
             f"{how.batch} rows need {needed}, none of them twice; give more data, or lower --batch, --calibration or "
             "--held-out"
         )
-    if how.batch % how.micro_batch:
-        raise UserError(f"--micro-batch: {how.micro_batch} does not divide --batch {how.batch}")
-    loader = Loader(dataset, how.micro_batch, how.batch // how.micro_batch, seed=how.seed, padding=Padding(1))
+    chosen = [t for t in model.layout.tensors if t.block is not None and len(t.shape) == 2]
+    if not chosen:
+        raise UserError("--model: its blocks have no matrices")
+    if 0 < how.matrices < len(chosen):
+        chosen = random.Random(how.seed).sample(chosen, how.matrices)
     model.module.requires_grad_(False)
     for tensor in chosen:
         tensor.param.requires_grad_()
-    seen: Grads = {t.name: [] for t in chosen}
-    held: Grads = {t.name: [] for t in chosen}
-    for i in range(how.calibration + how.held_out):
-        for batch in model.to_device(loader.next_step()):
-            hidden, head = model.hidden(batch), model.head
-            loss = head.nll(hidden, batch.target_N).sum() if model.classifies else head.loss_sum(hidden, batch.target_N)
-            loss.backward()
-        for tensor in chosen:
-            assert tensor.param.grad is not None
-            (seen if i < how.calibration else held)[tensor.name].append(tensor.param.grad)
-            tensor.param.grad = None
-    return seen, held
+    loader, found = Loader(dataset, how.batch, seed=how.seed, padding=Padding(1)), list[dict[str, torch.Tensor]]()
+    for _ in range(how.calibration + how.held_out):
+        (batch,) = loader.next_step()
+        model.module(**{key: x.to(model.device) for key, x in batch.items()}, use_cache=False).loss.backward()
+        found.append({t.name: t.param.grad for t in chosen if t.param.grad is not None})
+        model.module.zero_grad(set_to_none=True)
+    model.close()
+    seen, held = found[: how.calibration], found[how.calibration :]
+    return {t.name: [each[t.name] for each in seen] for t in chosen}, {
+        t.name: [h[t.name] for h in held] for t in chosen
+    }
 
 
 def equal_rank(shape: torch.Size, r: int) -> int:
@@ -127,13 +104,13 @@ def equal_rank(shape: torch.Size, r: int) -> int:
 
 
 class Bias:
-    """Lines of the table, from gradients by matrix. Values that do not depend on the projectors are computed once."""
+    """Lines of the table, from gradients by matrix. bases: GaLore's, of full rank, from the sum of the fitted
+    gradients; spectra: cumulative squared singular values of held-out gradients."""
 
     def __init__(self, seen: Grads, held: Grads) -> None:
         self.seen, self.held = seen, held
-        self.bases: dict[str, torch.Tensor] = {}  # GaLore's bases, of full rank
-        self.spectra: dict[str, list[torch.Tensor]] = {}  # cumulative squared singular values of held-out gradients
-        self.galore: dict[tuple[str, int], tuple[float, float]] = {}
+        self.bases = {name: projector(torch.stack(g).sum(0), min(g[0].shape)) for name, g in seen.items()}
+        self.spectra = {name: [squared_singular_values(grad).cumsum(0) for grad in g] for name, g in held.items()}
 
     def line(self, kind: str, d: int, r: int) -> Record:
         """Means over all matrices, and each matrix."""
@@ -156,20 +133,13 @@ class Bias:
 
     def floor(self, name: str, d: int) -> float:
         """Mean over the held-out gradients."""
-        if name not in self.spectra:
-            self.spectra[name] = [squared_singular_values(grad).cumsum(0) for grad in self.held[name]]
         lost = [1 - sums[min(d, len(sums)) - 1] / sums[-1] for sums in self.spectra[name]]
         return float(torch.stack(lost).clamp(min=0).sqrt().mean())
 
     def _galore(self, name: str, rank: int) -> tuple[float, float]:
         """GaLore's bias with the subspace of the sum of the fitted gradients: on those, and on the others."""
-        if name not in self.bases:
-            total = torch.stack(self.seen[name]).sum(0)
-            self.bases[name] = projector(total, min(total.shape))
-        if (name, rank) not in self.galore:
-            p = self.bases[name][:, :rank]
-            self.galore[name, rank] = galore_bias(self.seen[name], p), galore_bias(self.held[name], p)
-        return self.galore[name, rank]
+        p = self.bases[name][:, :rank]
+        return galore_bias(self.seen[name], p), galore_bias(self.held[name], p)
 
 
 def squared_singular_values(grad: torch.Tensor) -> torch.Tensor:

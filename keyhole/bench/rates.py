@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from keyhole.bench.measure import wait
+from keyhole.machine.probe import copy_speed
 from keyhole.offload import arena
 
 SIDE = {"cuda": 8192, "cpu": 2048}  # side of the matrices
@@ -53,47 +54,22 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
     return best_s
 
 
-class _Copies:
-    """Host buffers, a device buffer and a stream for one direction."""
-
-    def __init__(self, unit_bytes: int, up: bool) -> None:
-        self.host = arena.host_memory(max(2, HOST_BYTES // unit_bytes) * unit_bytes).fill_(1)
-        arena.pin(self.host)
-        self.pieces = self.host.split(unit_bytes)
-        self.device = torch.zeros(unit_bytes, dtype=torch.uint8, device="cuda")
-        self.stream, self.up = torch.cuda.Stream(), up
-
-    def enqueue(self, i: int) -> None:
-        piece = self.pieces[i % len(self.pieces)]
-        with torch.cuda.stream(self.stream):
-            if self.up:
-                self.device.copy_(piece, non_blocking=True)
-            else:
-                piece.copy_(self.device, non_blocking=True)
-
-
 def link_rates(unit_bytes: int, rounds: int = 5) -> dict[str, float]:
     """Rates up, down and duplex for copies of unit_bytes."""
-    copies = max(4, min(512, ROUND_BYTES // unit_bytes))
-    up, down = _Copies(unit_bytes, True), _Copies(unit_bytes, False)
-    found: dict[str, float] = {"unit_bytes": unit_bytes}
-
-    def rate(directions: list[_Copies], count: int) -> float:
-        torch.cuda.synchronize()
-        begin_s = time.perf_counter()
-        for i in range(count):
-            for direction in directions:
-                direction.enqueue(i)
-        torch.cuda.synchronize()
-        return unit_bytes * count / (time.perf_counter() - begin_s) / 1e9
-
+    count = max(2, HOST_BYTES // unit_bytes)
+    host = arena.host_memory(2 * count * unit_bytes).fill_(1)
+    arena.pin(host)
+    device = [torch.zeros(unit_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    pieces, streams = host.split(unit_bytes), (torch.cuda.Stream(), torch.cuda.Stream())
+    up = [(device[0], piece, streams[0]) for piece in pieces[:count]]
+    down = [(piece, device[1], streams[1]) for piece in pieces[count:]]
+    both = [copy for pair in zip(up, down, strict=True) for copy in pair]
+    repeat, found = max(1, ROUND_BYTES // (count * unit_bytes)), dict[str, float](unit_bytes=unit_bytes)
     try:
-        for name, directions in {"up": [up], "down": [down], "duplex": [up, down]}.items():
-            rate(directions, 2)  # warm-up
-            rates = [rate(directions, copies) for _ in range(rounds)]
+        for name, copies, ways in (("up", up, 1), ("down", down, 1), ("duplex", both, 2)):
+            rates = [copy_speed(copies, repeat) / ways for _ in range(rounds)]
             found[name], found[f"{name}_median"] = max(rates), statistics.median(rates)
     finally:
         torch.cuda.synchronize()
-        for each in (up, down):
-            arena.unpin(each.host)
+        arena.unpin(host)
     return found

@@ -112,7 +112,6 @@ def lsp_bias(
     r: Annotated[str, typer.Option(metavar="NUMBERS", help="Numbers per row of a projector, with commas.")] = "1,4,16",
     kinds: Annotated[str, typer.Option(metavar="NAMES", help="Kinds of projectors.")] = "free,blocks",
     batch: Annotated[int, typer.Option(min=1, help="Rows per gradient.")] = 16,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Rows that are differentiated at a time.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row, at most.")] = 128,
     calibration: Annotated[int, typer.Option(min=1, help="Gradients that projectors are fitted to.")] = 4,
     held_out: Annotated[int, typer.Option(min=1, help="Others that they are measured on.")] = 8,
@@ -126,7 +125,7 @@ def lsp_bias(
     from keyhole.bench.bias import Sampling, bench_bias
     from keyhole.loading import choose_device
 
-    where = {"batch": batch, "micro_batch": micro_batch, "length": length, "matrices": matrices}
+    where = {"batch": batch, "length": length, "matrices": matrices}
     report = bench_bias(
         Sampling(model, data, **where, calibration=calibration, held_out=held_out, device=choose_device(device).type),
         out=Path(out),

@@ -34,18 +34,14 @@ from keyhole.compare.page import make_page
 from keyhole.compare.plan import Group, Trial, flat_settings, plan, with_data
 from keyhole.compare.result import (
     CRASH,
-    FORMAT,
     MARKER,
     REFUSED,
-    Marker,
     Result,
     blank,
-    changes,
     finite_tests,
     inspect,
     mark,
     path_of,
-    read_marker,
     read_result,
     summarise,
     write_result,
@@ -100,17 +96,12 @@ def compare(
         fewer = " (choose_by: first-seed: of each grid only the best point is run with the other seeds)"
         say(f"{counted(total, 'run')}{fewer if total < len(listed) else ''}")
         return 0
-    kept.day = inspect(root).day
+    kept.day = inspect(root)
     execution = Execution(comparison, groups, kept, retry, allow_code_execution, say)
-    hashes = {name: kept.model_hash(path) for name, path in comparison.models.items()}
-    now = Marker(FORMAT, comparison.title, comparison.source, kept.day, hashes)
-    if not (root / MARKER).is_file():  # one that is there stays until the directory is locked
-        mark(root, now)
+    if not (root / MARKER).is_file():
+        mark(root, comparison.title, kept.day)
     with locked(root / "runs" / "lock") as lock:
         lock.take()
-        for line in changes(root, read_marker(root), now):
-            execution.say(line)
-        mark(root, now)
         return execution.go()
 
 

@@ -14,8 +14,7 @@ of the rest (`crc`), so that a damaged digit never becomes a number of the table
 
 comparison.json marks the directory as written by `keyhole compare`: only such a directory, or a new or empty one, is
 used. It also holds the day on which the comparison began, which chat templates that print the date get in every run, so
-that runs of different days train on the same tokens; and hashes of the models, to report that one has changed. A marker
-that cannot be read counts as new.
+that runs of different days train on the same tokens.
 """
 
 import datetime
@@ -34,7 +33,6 @@ from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text, writing_to
 from keyhole.disk.json_text import decode, finite, json_text
 from keyhole.errors import UserError
-from keyhole.machine.text import printable
 from keyhole.methods import METHODS
 from keyhole.methods.traits import AUTO_RATE
 from keyhole.report.entries import Entry, is_test, read_metrics
@@ -180,58 +178,23 @@ def read_result(root: Path, run: str) -> Result | None:
     return made if made.id == run and check == zlib.crc32(json_text(content).encode()) else None
 
 
-@dataclass
-class Marker:
-    """The content of comparison.json. models: their hashes, by name."""
-
-    format: int = FORMAT
-    title: str = ""
-    source: str = ""
-    day: str = ""
-    models: dict[str, str | None] = field(default_factory=dict)
-
-
-def inspect(root: Path) -> Marker:
-    """The marker of the directory; refuses one with other files, and one that is not writable."""
+def inspect(root: Path) -> str:
+    """The day on which the comparison of a directory began; refuses one with other files, and one that is not writable.
+    A marker that cannot be read counts as new."""
     rundir.check_place(root)
     strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     if strangers and not (root / MARKER).is_file():
         raise UserError(
             f"output_dir: {root} holds files that no comparison wrote (such as {strangers[0]}); choose a new directory"
         )
-    return read_marker(root)
+    day = today()
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        day = datetime.date.fromisoformat(json.loads(read_small(root / MARKER, MOST_MARKER_BYTES))["day"])
+    return day.isoformat()
 
 
-def read_marker(root: Path) -> Marker:
-    """The marker; the day is today's if there is none yet."""
-    made = Marker()
-    with suppress(OSError, ValueError, RecursionError):
-        made = decode(json.loads(read_small(root / MARKER, MOST_MARKER_BYTES)), Marker, MOST_MARKER_BYTES)
-    try:
-        made.day = datetime.date.fromisoformat(made.day).isoformat()
-    except ValueError:
-        made.day = today().isoformat()
-    return made
-
-
-def mark(root: Path, marker: Marker) -> None:
+def mark(root: Path, title: str, day: str | None) -> None:
     """Writes the marker."""
     with writing_to(root):
         (root / "runs").mkdir(parents=True, exist_ok=True)
-        write_text(root / MARKER, json_text(asdict(marker)) + "\n")
-
-
-def changes(root: Path, before: Marker, now: Marker) -> list[str]:
-    """Lines about what differs from the comparison that was here before: its files will be replaced, or runs be done
-    again."""
-    lines = [
-        f"{name}: the model has changed since the last time; its runs are done again"
-        for name, content in now.models.items()
-        if before.models.get(name, content) != content
-    ]
-    if before.title not in ("", now.title) and before.source != now.source:
-        lines.append(
-            f"{root} has the tables of another comparison, {printable(before.title)}: they are replaced, its results "
-            "stay"
-        )
-    return lines
+        write_text(root / MARKER, json_text({"format": FORMAT, "title": title, "day": day}) + "\n")

@@ -30,22 +30,17 @@ PURGING = {"MIMALLOC_PURGE_DELAY": "0"}
 Peaks = dict[str, tuple[int, int]]  # method -> bytes on the host, bytes on the GPU
 
 
-class Peak:
-    """Measures from its creation on; `read` returns the peak growth of the process since then."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        with suppress(AttributeError, OSError):  # not glibc
-            ctypes.CDLL(None).malloc_trim(0)
-        with suppress(OSError):  # not Linux, or forbidden by a sandbox: the peak then counts from the process start
-            CLEAR.write_text("5")
-        self.begin_bytes = _resident_bytes("VmRSS")
-
-    def read(self) -> int:
-        return max(0, _resident_bytes("VmHWM") - self.begin_bytes)
+def begin_peak() -> int:
+    """Gives freed memory back, resets the peak, and returns the resident bytes of now."""
+    gc.collect()
+    with suppress(AttributeError, OSError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):  # not Linux, or forbidden by a sandbox: the peak then counts from the process start
+        CLEAR.write_text("5")
+    return resident_bytes("VmRSS")
 
 
-def _resident_bytes(key: str) -> int:
+def resident_bytes(key: str) -> int:
     """VmRSS (now) or VmHWM (highest) of this process; 0 without /proc."""
     lines = STATUS.read_text().splitlines() if STATUS.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)
@@ -53,25 +48,23 @@ def _resident_bytes(key: str) -> int:
 
 @contextmanager
 def measured_beside(names: list[str], device: str | None) -> Iterator[Callable[[], Peaks]]:
-    """Starts the process; the yielded function waits for the result. The process is ended in any case."""
+    """Starts the process; the yielded function waits for the result, which is empty if there is none, for instance
+    because the process was killed. The process is ended in any case."""
     command = [sys.executable, "-m", "keyhole.demo.peak_memory", device or "", *names]
-    none = subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, stdin=none, stdout=subprocess.PIPE, stderr=none, text=True, env=os.environ | PURGING
-    )
+    none, env = subprocess.DEVNULL, os.environ | PURGING
+    process = subprocess.Popen(command, stdin=none, stdout=subprocess.PIPE, stderr=none, text=True, env=env)
+
+    def result() -> Peaks:
+        with suppress(IndexError, ValueError):
+            found = json.loads(process.communicate()[0].splitlines()[-1])
+            return {name: (host, gpu) for name, (host, gpu) in found.items()}
+        return {}
+
     try:
-        yield lambda: _parse(process.communicate()[0])
+        yield result
     finally:
         process.kill()
         process.wait()
-
-
-def _parse(output: str) -> Peaks:
-    """The result in the last line; empty if there is none, for instance because the process was killed."""
-    try:
-        return {name: (host, gpu) for name, (host, gpu) in json.loads(output.splitlines()[-1]).items()}
-    except (IndexError, ValueError):
-        return {}
 
 
 def measure(names: list[str], device: str | None) -> Peaks:
@@ -83,14 +76,15 @@ def measure(names: list[str], device: str | None) -> Peaks:
     torch.set_num_threads(1)
     peaks: Peaks = {}
     for name in [name for name in names for _ in range(2)]:
-        peak = Peak()
+        begin_bytes = begin_peak()
         try:
             model, method = start(name, settings_of(name), 0, device)
             on_gpu = model.device.type == "cuda"
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats(model.device)
             train(model, method, settings_of(name, STEPS), 0)
-            peaks[name] = (peak.read(), torch.cuda.max_memory_allocated(model.device) if on_gpu else 0)
+            peak_bytes = max(0, resident_bytes("VmHWM") - begin_bytes)
+            peaks[name] = (peak_bytes, torch.cuda.max_memory_allocated(model.device) if on_gpu else 0)
             model.close()
             del model, method
         except UserError:

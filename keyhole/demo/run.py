@@ -16,8 +16,7 @@ losses and weights must be the same.
 Matrices here are so small that more threads would only wait for each other: the demo uses THREADS of them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -61,7 +60,10 @@ def run_demo(
         found.run.mkdir(parents=True, exist_ok=True)
         write_text(found.marker, json_text({"format": FORMAT, "keyhole": keyhole.__version__}) + "\n")
     _say(f"the embedded model and task, {len(names)} methods, seed {seed}; everything goes to {root}/")
-    with peak_memory.measured_beside(names, device) as peaks, _threads(THREADS):
+    threads = torch.get_num_threads()
+    with peak_memory.measured_beside(names, device) as peaks, ExitStack() as after:
+        torch.set_num_threads(THREADS)
+        after.callback(torch.set_num_threads, threads)
         results = [_run_method(Result(name, train.settings_of(name, steps)), root, seed, device) for name in names]
         squeezed = []
         for name in train.one_of_each_sweep(names):
@@ -84,9 +86,10 @@ def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Re
     try:
         model, method = train.start(result.method, result.settings, seed, device)
         task = tasks.read_task("demo")
-        before, moved_bytes = score_task(model, task), _moved_bytes(model)
+        before, link = score_task(model, task), model.engine
+        moved_bytes = link.bytes_up + link.bytes_down
         result.losses, result.times_s = train.train(model, method, result.settings, seed)
-        result.moved_bytes = _moved_bytes(model) - moved_bytes
+        result.moved_bytes = link.bytes_up + link.bytes_down - moved_bytes
         after = score_task(model, task)
         result.accuracy_before, result.loss_before = before.accuracy, before.loss
         result.accuracy_after, result.loss_after = after.accuracy, after.loss
@@ -96,20 +99,6 @@ def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Re
         result.skipped = str(error)
     _say(line_of(result))
     return result
-
-
-def _moved_bytes(model: keyhole.Model) -> int:
-    return int(model.engine.bytes_up + model.engine.bytes_down)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(count, before))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _say(line: str) -> None:

@@ -116,11 +116,8 @@ class Squeezed:
 
 def one_of_each_sweep(names: list[str]) -> list[str]:
     """The first streaming method of each kind of sweep."""
-    kinds: dict[str, str] = {}
-    for name in names:
-        if METHODS[name].streams:
-            kinds.setdefault(METHODS[name].sweep, name)
-    return list(kinds.values())
+    kinds = {METHODS[name].sweep: name for name in reversed(names) if METHODS[name].streams}
+    return [name for name in names if name in kinds.values()]
 
 
 def squeeze(name: str, seed: int = 0, steps: int = STEPS, device: str | None = None) -> Squeezed:

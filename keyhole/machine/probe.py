@@ -75,20 +75,19 @@ def cuda_versions() -> dict[str, str | None]:
     return {"built_for": torch.version.cuda, "driver": words[0] if words else None}
 
 
-def _rate_gb_s(copies: list[tuple[Any, Any, Any]], rounds: int) -> float:
-    """GB/s each way of copying (target, source) on its stream, all streams at once."""
+def copy_speed(copies: list[tuple[Any, Any, Any]], rounds: int) -> float:
+    """GB/s of copying (target, source) on its stream, in turn; all streams at once."""
     import torch
 
     for repeat in (1, rounds):  # the first round is a warm-up
         torch.cuda.synchronize()
         begin_s = time.perf_counter()
-        for target, source, stream in copies:
+        for target, source, stream in copies * repeat:
             with torch.cuda.stream(stream):
-                for _ in range(repeat):
-                    target.copy_(source, non_blocking=True)
+                target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin_s
-    return LINK_PROBE_BYTES * rounds / seconds / 1e9
+    return float(sum(source.nbytes for _, source, _ in copies) * rounds / seconds / 1e9)
 
 
 def link_speed(rounds: int = 16) -> dict[str, float]:
@@ -99,8 +98,9 @@ def link_speed(rounds: int = 16) -> dict[str, float]:
     device = [torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
     up = (device[0], host[0], torch.cuda.Stream())
     down = (host[1], device[1], torch.cuda.Stream())
-    plans = {"host_to_device": [up], "device_to_host": [down], "both_ways": [up, down]}
-    return {name: round(_rate_gb_s(copies, rounds), 1) for name, copies in plans.items()}
+    found = {"host_to_device": copy_speed([up], rounds), "device_to_host": copy_speed([down], rounds)}
+    found["both_ways"] = copy_speed([up, down], rounds) / 2
+    return {name: round(rate, 1) for name, rate in found.items()}
 
 
 def triton_state() -> str:

@@ -41,7 +41,7 @@ bench memory: --cases --only --models --host-memory --table --out --quick --step
 bench layers: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
 bench snapshots: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
 bench lsp-bias: --out --quick --time-limit --device --model --batch --length --data --d --r --kinds
-    --micro-batch --calibration --held-out --matrices
+    --calibration --held-out --matrices
 config:
 config ls:
 config cp: NAME DEST

@@ -86,16 +86,16 @@ def test_nothing_but_numbers_stays(undisturbed: tuple[Path, dict[str, int]]) -> 
 
 def killed(path: Path, out: Path, at: int) -> None:
     """A comparison whose process dies before this step of all its steps."""
-    real, steps = loop.Run.step, []
+    real, steps = loop.Leader.step, []
 
-    def step(self: loop.Run, number: int) -> None:
+    def step(self: loop.Leader, number: int) -> None:
         steps.append(number)
         if len(steps) == at:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, number)
 
     draw_nothing()
-    loop.Run.step = step
+    loop.Leader.step = step
     run(path, out)
 
 
@@ -118,15 +118,15 @@ def test_interrupted_and_resumed(
 ) -> None:
     """A signal ends the step and the comparison with 130; the same command goes on from the checkpoint."""
     path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
-    real, steps = loop.Run.step, []
+    real, steps = loop.Leader.step, []
 
-    def step(self: loop.Run, number: int) -> None:
+    def step(self: loop.Leader, number: int) -> None:
         steps.append(number)
         if len(steps) == stop:
             signal.raise_signal(signal.SIGINT)
         real(self, number)
 
-    monkeypatch.setattr(loop.Run, "step", step)
+    monkeypatch.setattr(loop.Leader, "step", step)
     assert run(path, out) == 130
     assert (out / "report.html").exists() and list(out.rglob("checkpoint-*"))
     done = len(steps)

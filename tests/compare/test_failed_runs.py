@@ -86,17 +86,17 @@ def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypa
         "0.002": MemoryError(),
         "0.05": ZeroDivisionError("oh"),
     }
-    real = loop.Run.step
+    real = loop.Leader.step
 
-    def step(self: loop.Run, number: int) -> None:
-        error = errors.get(f"{self.schedule.peak:g}")
+    def step(self: loop.Leader, number: int) -> None:
+        error = errors.get(f"{self.run.schedule.peak:g}")
         if error is not None and number == 2:
             raise error
         real(self, number)
 
     path, out = write(tmp_path / "small.yaml", TEXT.replace("max_steps: 4", "max_steps: 2")), tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "step", step)
+        patch.setattr(loop.Leader, "step", step)
         assert run(path, out, "seeds=0") == FAILED
     adamw, lomo = cell(out, "adamw"), cell(out, "lomo")
     assert adamw["errors"] == ["step 2: the loss is nan; batch: a", LACKS] and adamw["mean"] is None
@@ -111,15 +111,15 @@ def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypa
 
 def test_a_crashed_run_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from the beginning; after that its checkpoints are deleted."""
-    real, steps = loop.Run.step, []
+    real, steps = loop.Leader.step, []
 
-    def step(self: loop.Run, number: int) -> None:
+    def step(self: loop.Leader, number: int) -> None:
         steps.append(number)
         if len(steps) == 4:
             raise ZeroDivisionError("oh")
         real(self, number)
 
-    monkeypatch.setattr(loop.Run, "step", step)
+    monkeypatch.setattr(loop.Leader, "step", step)
     path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
     words = ("seeds=0", "methods=lomo", "learning_rate=1e-3", "save_steps=1")
     assert run(path, out, *words) == FAILED and run(path, out, *words) == 0
