@@ -17,6 +17,7 @@ import torch
 from keyhole.methods import shards
 from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
+from keyhole.model.backward.refusals import check_loss
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Sink
 from keyhole.model.batch import Batch, DeviceBatch
@@ -52,7 +53,7 @@ class GradientMethod(Method):
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Replaces loss.backward() in a training loop of your own over model.module: differentiates and updates."""
-        self.reverse.check_loss(loss)
+        check_loss(self.model, loss)
 
         def backward(sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
             self.reverse.walk(loss * loss_scale, sink, last)

@@ -38,7 +38,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from keyhole.errors import UserError, listed, warn
-from keyhole.model.forward.device_weights import DeviceWeights
+from keyhole.model.forward.binding import DeviceWeights
 from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.spare_memory import Placed
 from keyhole.model.structure.config_files import check_loss

@@ -8,13 +8,13 @@
     homes     the weights as parameters, where they live (model/weights/homes.py)
     binding   what the module's parameters point to at the moment (model/forward/binding.py)
     head      batches -> hidden states -> logits (model/forward/head.py), or -> logits of classes (classification.py)
-    device_weights    a unit's weights on the device, in the dtype of compute (model/forward/device_weights.py)
+    device_weights    a unit's weights on the device, in the dtype of compute (model/forward/binding.py)
     methods   the methods that train it, what they have deferred, and what a caller has changed (model/attached.py)
     row_rules     which rows may be computed together (model/row_rules.py)
 
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
 *conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
-(model/forward/lockstep.py), or a `Generation` (model/forward/generate.py), which loads each unit when its one pass
+(model/forward/lockstep.py), or a `Generation` (model/forward/evaluation.py), which loads each unit when its one pass
 enters it. Without one a resident model behaves like any PyTorch module. B rows, T positions, M tokens, H width.
 """
 
@@ -34,9 +34,7 @@ from keyhole.model.attached import Addon, Attached, AttachedMethods
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
-from keyhole.model.forward import generate as generation
-from keyhole.model.forward.binding import Binding
-from keyhole.model.forward.device_weights import DeviceWeights, Lens
+from keyhole.model.forward.binding import Binding, DeviceWeights, Lens
 from keyhole.model.forward.experts import compute_by_expert
 from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
@@ -276,7 +274,7 @@ class Model:
             return found[0][0] if isinstance(batch, Mapping) else found
         if not isinstance(batch, Mapping) and isinstance(batch, Sequence):
             return [self.logits(one) for one in batch]
-        return generation.logits(self, batch)
+        return evaluation.logits(self, batch)
 
     @without_autocast()
     @torch.no_grad()
@@ -284,7 +282,7 @@ class Model:
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """HF generation; a streamed model crosses the link once per token of a batch."""
-        return generation.generate(self, input_ids, attention_mask, options)
+        return evaluation.generate(self, input_ids, attention_mask, options)
 
     @property
     def is_plain(self) -> bool:

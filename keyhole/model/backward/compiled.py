@@ -71,9 +71,9 @@ class Compiled:
         with self.offering(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             return (self.run if self.offer is None else self.run_offering)(block, self.keep, args, kwargs)
 
-    def offering(self) -> AbstractContextManager[None]:
+    def offering(self, receiver: "Receiver | None" = None) -> AbstractContextManager[None]:
         """A context in which the linear layers of a compiled block offer their gradients, if `offer` is set."""
-        return nullcontext() if self.offer is None else linears_offer(self.offer)
+        return nullcontext() if self.offer is None else linears_offer(self.offer, receiver)
 
 
 class Saved:
@@ -109,7 +109,7 @@ class Saved:
 Receiver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (w_OI, dy_MO, x_MI)
 TELLS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 CHANGED = ("w",) if TELLS else ()
-_receivers: list[Receiver] = []  # the last one is current
+_receivers: list[Receiver | None] = []  # the last one is current
 _anchors: dict[torch.device, torch.Tensor] = {}
 
 
@@ -127,7 +127,9 @@ def _linear_shape(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anch
 def _linear_reverse(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         dx = dy @ w
-        _receivers[-1](w, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+        receiver = _receivers[-1]
+        assert receiver is not None, "no backward pass is running"
+        receiver(w, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
     return dx, torch.zeros(1, device=dy.device)
 
 
@@ -159,25 +161,17 @@ def _linear_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def linears_offer(device: torch.device) -> Iterator[None]:
-    """A context for forward and recomputation of a compiled block, in which linear layers are the operations above."""
+def linears_offer(device: torch.device, receiver: Receiver | None = None) -> Iterator[None]:
+    """A context for forward, recomputation and backward pass of a compiled block, in which linear layers are the
+    operations above. receiver: gets their offers, in a backward pass."""
     if device not in _anchors:  # must not be created inside compiled code
         _anchors[device] = torch.zeros(1, device=device, requires_grad=True)
     linear: Any = nn.Linear
     before, linear.forward = linear.forward, _linear_forward
-    try:
-        yield
-    finally:
-        linear.forward = before
-
-
-@contextmanager
-def offers_go_to(receiver: Receiver) -> Iterator[None]:
-    """A context for the backward pass of such a block, in which its offers go to `receiver`."""
     _receivers.append(receiver)
     try:
         yield
     finally:
         _receivers.pop()
-        for anchor in _anchors.values():
-            anchor.grad = None
+        _anchors[device].grad = None
+        linear.forward = before

@@ -76,9 +76,7 @@ class ReverseBytes:
 
     @property
     def total(self) -> int:
-        moving = max(int((self.activations + self.gradients) * FRAGMENTATION), self.logits)
-        fixed = self.homes + self.slots + self.kept + self.workspace + self.updates
-        return int((fixed + moving) * ALLOCATOR_SLACK)
+        return int((self.homes + self.slots + self.updates + self.during_a_step) * ALLOCATOR_SLACK)
 
 
 def slot_count(layout: Layout) -> int:

@@ -38,6 +38,7 @@ from torch import nn
 from keyhole.model.backward.activation_store import KeptBlocks
 from keyhole.model.backward.block_call import BlockGraph, Result
 from keyhole.model.backward.memory import COPIES, FREE_SHARE, block_bytes, recording_bytes
+from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.sink import HandOver, RecordableSink, Sink, UnitGradients
 from keyhole.model.backward.tape import KeptInputs, RunAgain, pass_on
 from keyhole.model.batch import DeviceBatch
@@ -55,12 +56,10 @@ from keyhole.model.recorder import (
 )
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import Unit
+from keyhole.weak import weakly
 
 MOST_GRAPHS = 2048  # a few shapes of forward and reverse for each block
 MOST_PARAMETERS = 2**20  # elements of parameter gradients per recording; those of linear layers go to the buffer
-
-RunWhole = Callable[[int, Callable[[], Any]], Any]
-"""(block, call): the first run of a block whose autograd graph is kept."""
 
 
 def has_room(model: Model, spare: SpareMemory) -> bool:
@@ -85,12 +84,12 @@ class RecordedBlocks(Recorder):
         model: Model,
         units_of: dict[int, list[Unit]],
         gradients: HandOver,
-        run_whole: RunWhole,
+        recompute: list[Recompute] | None,
         spare: SpareMemory,
         kept: KeptBlocks | None = None,
     ) -> None:
         super().__init__(spare, MOST_GRAPHS)
-        self.model, self.units_of, self.gradients, self.run_whole = model, units_of, gradients, run_whole
+        self.model, self.units_of, self.gradients, self.recompute = model, units_of, gradients, recompute
         self.kept = kept
         self.gathered: UnitGradients | None = None
         self.kept_pools: dict[Hashable, tuple[int, Any]] = {}  # of kept activations: the last block, and the pool
@@ -183,7 +182,7 @@ class RecordedBlocks(Recorder):
             values, kept = [v.data if isinstance(v, torch.Tensor) else v for v in static], list[BlockGraph]()
 
             def run() -> Any:
-                kept[:] = [visit.graph(values, partial(self.run_whole, block))]
+                kept[:] = [visit.graph(values, partial(self._run_whole, block))]
                 return copy_into(places, kept[0].result[0])
 
             run()
@@ -200,6 +199,10 @@ class RecordedBlocks(Recorder):
         if (one := self.recordings[key]) is not None:
             self.ran[here] = one
         return result
+
+    def _run_whole(self, block: int, call: Callable[[], Any]) -> Any:
+        """A run of a block whose graph is kept for good: it must not hold what this object holds."""
+        return call() if self.recompute is None else self.recompute[block].run_whole(call, weakly(self.gradients.offer))
 
     def _kept_pool(self, of: Hashable, block: int) -> Any:
         """The pool of kept activations of a pass and shape: a new one if the block is not later than the last one."""

@@ -83,17 +83,12 @@ def check_hooks(model: Model) -> None:
 
 def _check_later_hooks(model: Model) -> None:
     """UserError if a parameter has a hook for its accumulated gradient: it is never accumulated."""
-    if after := [tensor.name for tensor in model.layout.tensors if _has_later_hook(tensor.param)]:
+    hooks = {tensor.name: (tensor.param._post_accumulate_grad_hooks or {}).values() for tensor in model.layout.tensors}
+    if after := [name for name, found in hooks.items() if not all(map(is_known, found))]:
         raise UserError(
             f"gradients: {listed(after)} has a hook of yours (register_post_accumulate_grad_hook), and no gradient is "
             "accumulated here: each is used and dropped while the next ones are computed. Remove the hook"
         )
-
-
-def _has_later_hook(param: torch.nn.Parameter) -> bool:
-    """Whether a hook other than keyhole's own waits for the accumulated gradient."""
-    hooks = param._post_accumulate_grad_hooks
-    return bool(hooks) and not all(map(is_known, hooks.values()))
 
 
 @contextmanager
@@ -113,9 +108,3 @@ def refused_losses() -> Iterator[None]:
             "backward(loss): the weights have changed since this loss was computed, by another backward or step; "
             "compute it after them"
         ) from error
-
-
-def check_reached(model: Model, handed_over: int) -> None:
-    """UserError if no gradient was handed over."""
-    if not handed_over and any(tensor.param.requires_grad for tensor in model.layout.tensors):
-        raise UserError("backward(loss): no weight of this model received a gradient: the loss is not computed from it")

@@ -26,14 +26,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from keyhole.errors import UserError
 from keyhole.machine.settings import expandable_segments, no_stream_warning
 from keyhole.model.backward.activation_store import ActivationStore, KeptBlocks
 from keyhole.model.backward.attention import exact_attention
-from keyhole.model.backward.compiled import Compiled, offers_go_to
+from keyhole.model.backward.compiled import Compiled
 from keyhole.model.backward.experts import ExpertGradients
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import RecordedBlocks, has_room
-from keyhole.model.backward.refusals import check_hooks, check_loss, check_model, check_reached, refused_losses
+from keyhole.model.backward.refusals import check_hooks, check_model, refused_losses
 from keyhole.model.backward.sink import HandOver, Sink
 from keyhole.model.backward.tape import Keeping, Tape
 from keyhole.model.backward.vocabulary import VocabularyGradients
@@ -104,7 +105,7 @@ class Reverse:
             return None
         if room is not None:
             no_stream_warning(model.changes)
-        return RecordedBlocks(model, self.units_of, self.gradients, weakly(self._run_whole), spare, room)
+        return RecordedBlocks(model, self.units_of, self.gradients, self.recompute, spare, room)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -252,8 +253,7 @@ class Reverse:
             gradients.visited_once = visits_of[block] == 1
             for visit in visits:
                 gradients.is_final = to_come[block] == 0 and visit is visits[-1]
-                offering = nullcontext() if self.compiled is None else self.compiled.offering()
-                with offers_go_to(gradients.offer_at), offering:
+                with nullcontext() if self.compiled is None else self.compiled.offering(gradients.offer_at):
                     visit.reverse(visit.take_grads(), partial(self._run_again, block), last)
             self._release_block(block, done=to_come[block] == 0)
             if last:
@@ -273,10 +273,6 @@ class Reverse:
         if self.experts is not None:
             self.experts.forget_calls(block)
         return call() if self.recompute is None else self.recompute[block].run(call, self.gradients.offer, self.experts)
-
-    def _run_whole(self, block: int, call: Callable[[], Any]) -> Any:
-        """The first run of a block whose graph is kept for good: the graph must not hold this object."""
-        return call() if self.recompute is None else self.recompute[block].run_whole(call, weakly(self.gradients.offer))
 
     def _release_block(self, block: int, done: bool) -> None:
         """done: no further gradient of the block will come."""
@@ -313,10 +309,6 @@ class Reverse:
 
     # -- a loss of the caller's ------------------------------------------------------------------------------------
 
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """UserError if `walk` cannot differentiate this loss."""
-        check_loss(self.model, loss)
-
     def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True) -> None:
         """Like `reverse`, for a loss that was computed with the module itself while all weights are at home: autograd
         runs backward through the whole model, and each gradient is handed over as soon as it is complete."""
@@ -328,7 +320,10 @@ class Reverse:
                     engine.acquire(unit.index)
                 with refused_losses():
                     loss.backward(retain_graph=not last)
-                check_reached(self.model, gradients.count)
+                if self.trains and not gradients.count:
+                    raise UserError(
+                        "backward(loss): no weight of this model received a gradient: the loss is not computed from it"
+                    )
                 for unit in units:
                     if sink.finished(unit):
                         engine.commit(unit.index)

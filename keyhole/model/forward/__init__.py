@@ -1,10 +1,9 @@
 """Forward passes of the unmodified module while units are streamed.
 
 hooks.py        where the module's forward calls the engine; forwards and hooks are installed and removed
-lockstep.py     several passes that advance together        generate.py    one pass
-evaluation.py   losses, likeliest tokens and logits         head.py        hidden states -> logits, in chunks
-binding.py      what parameters point to
-device_weights.py   a unit's weights on the device, in the dtype of compute
+lockstep.py     several passes that advance together
+evaluation.py   losses, likeliest tokens, logits; generation     head.py     hidden states -> logits, in chunks
+binding.py      what parameters point to: a unit's weights on the device, in the dtype of compute
 row_tiles.py, graphs.py, compile.py                         blocks with less memory, fewer launches
 experts.py      mixtures of experts, one expert at a time
 memory.py       the device bytes of forward passes

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from keyhole.model.forward.generate import Generation
+from keyhole.model.forward.evaluation import Generation
 from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import Unit

@@ -1,6 +1,7 @@
 """Compiled blocks have the gradients of plain ones, offered or not, and save parameters as themselves."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import keyhole
 from keyhole.model.backward.activation_store import ActivationStore
-from keyhole.model.backward.compiled import TELLS, Saved, linears_offer, offers_go_to
+from keyhole.model.backward.compiled import TELLS, Saved, linears_offer
 from tests.matrix import in_every_run
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, load
 from tests.model.decoders import batch, config
@@ -91,12 +92,11 @@ def test_a_parameter_is_saved_as_itself() -> None:
 CPU = torch.device("cpu")
 
 
-def run(layer: Callable, x: torch.Tensor, compiled: bool, receive: object) -> torch.Tensor:
+def run(layer: Callable, x: torch.Tensor, compiled: bool, receive: Any) -> torch.Tensor:
     call = torch.compile(layer, backend=IN_PLACE) if compiled else layer
-    with linears_offer(CPU):
+    with linears_offer(CPU, receive):
         y = call(x)
-        with offers_go_to(receive):
-            y.square().sum().backward()
+        y.square().sum().backward()
     return y
 
 
@@ -142,7 +142,7 @@ def test_other_layers_stay_as_they_are() -> None:
 def test_what_the_reverse_changes_is_declared() -> None:
     """torch's own check of the operation, with a receiver that changes the weight."""
     dy, x, w = torch.randn(4, 5), torch.randn(4, 3), torch.randn(5, 3)
-    with offers_go_to(lambda w_OI, dy_MO, x_MI: w_OI.add_(1.0)):
+    with linears_offer(CPU, lambda w_OI, dy_MO, x_MI: w_OI.add_(1.0)):
         torch.library.opcheck(
             torch.ops.keyhole.linear_reverse.default, (dy, x, w), test_utils=("test_schema", "test_faketensor")
         )

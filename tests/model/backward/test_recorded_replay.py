@@ -18,7 +18,6 @@ from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import RecordableSink
 from keyhole.model.recorder import Recording, tensors_of
 from keyhole.model.spare_memory import SpareMemory
-from keyhole.weak import weakly
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 from tests.traced import IN_PLACE
@@ -47,7 +46,7 @@ class Imitated(RecordedBlocks):
 
     def __init__(self, method: Any, keeps: bool) -> None:
         reverse: Reverse = method.reverse
-        how = (weakly(reverse._run_whole), SpareMemory(None, torch.device("cpu")))
+        how = (reverse.recompute, SpareMemory(None, torch.device("cpu")))
         room: Any = Room() if keeps else None
         super().__init__(method.model, reverse.units_of, reverse.gradients, *how, room)
         self.owner = reverse
