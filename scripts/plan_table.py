@@ -16,7 +16,7 @@ from torch import nn
 
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods import METHODS
-from keyhole.methods.adam_offload.memory import host_state_bytes
+from keyhole.methods.adam_offload.memory import host_state
 from keyhole.methods.lsp.memory import count_numbers
 from keyhole.methods.muon import memory as muon
 from keyhole.methods.muon.traits import MuonConfig
@@ -99,11 +99,11 @@ def host_gib(module: nn.Module, method: str) -> float:
     streamed = {u.index for u in layout.units[1:]}
     state = 0
     if method == "adam-offload":
-        state = host_state_bytes(layout, streamed, torch.bfloat16.itemsize)
+        state = host_state(layout, streamed, torch.bfloat16.itemsize)[1]
     if method == "lsp":
         state = 12 * sum(count_numbers(layout, METHODS[method].settings()).of.values())
     if method == "muon":
-        state = muon.host_state_bytes(layout, MuonConfig())
+        state = muon.host_state(layout, streamed, torch.bfloat16.itemsize, MuonConfig())[1]
     return (host_bytes(layout, streamed, FORMATS) + state) / GIB
 
 

@@ -46,23 +46,11 @@ def reverse_bytes(
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
 
-def check_host_memory(
-    keeps: str,
-    state_bytes: int,
-    layout: Layout,
-    streamed: set[int],
-    element_bytes: int,
-    loaded: bool = False,
-    cut: dict[int, tuple[int, int]] | None = None,
-    ranks: int = 1,
-) -> None:
-    """UserError with the missing amount if weights and state do not fit. keeps: the state, in words; loaded: weights
-    are loaded already; cut: of sharded units, the first element and the number of elements of this rank; ranks: the
-    number of processes on this machine that each take this much memory."""
-    here = cut or {}
-    weights = element_bytes * sum(here.get(u.index, (0, u.numel))[1] for u in layout.units if u.index in streamed)
-    needed, slack = ranks * (state_bytes + (0 if loaded else weights)), 0 if loaded else ranks * SLACK_BYTES
-    available = host_memory().available_bytes
+def check_host_memory(keeps: str, state_bytes: int, weights_bytes: int | None = None, ranks: int = 1) -> None:
+    """UserError with the missing amount if state and weights do not fit. keeps: the state, in words; weights_bytes: of
+    all ranks on this machine (None: they are loaded already); ranks: those that each take so much for the state."""
+    needed = ranks * state_bytes + (weights_bytes or 0)
+    slack, available = 0 if weights_bytes is None else ranks * SLACK_BYTES, host_memory().available_bytes
     if needed + slack > available:
         raise UserError(
             f"method: {keeps} in host memory: {host_sum(needed, slack, available)}. Free memory, or use method=lomo, "

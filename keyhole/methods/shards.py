@@ -22,7 +22,7 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.methods.settings import MethodSettings
-from keyhole.model.backward.sink import Sink, chunk
+from keyhole.model.backward.sink import Sink, tensors_of
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
@@ -152,11 +152,6 @@ def of_any_rank(ranks: Ranks, items: list[Any], got: list[bool]) -> list[Any]:
         return []
     found = ranks.gather(torch.tensor(got)).any(dim=0).tolist()
     return [item for item, one in zip(items, found, strict=True) if one]
-
-
-def tensors_of(unit: Unit) -> list[FlatTensor]:
-    """The tensors as gradients are handed over: a chunk of a table is a tensor of its own."""
-    return [chunk(unit)] if unit.rows is not None else unit.tensors
 
 
 def share(model: Model, batch: Batch | Sequence[Batch]) -> tuple[list[DeviceBatch], int, int, float]:

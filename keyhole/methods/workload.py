@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from keyhole.machine.rates import Rates
@@ -98,12 +98,16 @@ class StepWork:
         return replace(self, **changed)
 
 
+HostState = Callable[
+    ["Layout", set[int], int, "MethodSettings | None", dict[int, tuple[int, int]] | None], tuple[str, int]
+]
+
+
 @dataclass(frozen=True)
 class Formulas:
-    """The formulas of a method. host_check(layout, streamed, element_bytes, cut=, ranks=, of=): refuses state that does
-    not fit into host memory (cut: what this rank keeps of sharded units; ranks: those on this machine; of: all ranks);
-    None: there is none."""
+    """The formulas of a method. host_state(layout, streamed, bytes of an element, settings, cut): what it keeps in host
+    memory, in words and bytes (cut: what this rank keeps of sharded units); None: nothing that could be too much."""
 
     device_bytes: Callable[[Layout, set[int], Workload, Room], DeviceBytes]
     step_work: Callable[[Layout, set[int], Workload, Room, Rates], StepWork]
-    host_check: Callable[..., Any] | None = None
+    host_state: HostState | None = None

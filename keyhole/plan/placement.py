@@ -22,6 +22,7 @@ from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.probe import workspace_bytes
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
+from keyhole.methods.memory import check_host_memory
 from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.forward.memory import evaluation_bytes, host_bytes
 from keyhole.model.structure.find import STACK_NUMEL, TILE_NUMEL
@@ -173,12 +174,11 @@ def _check_host(layout: Layout, streamed: set[int], costs: Costs, placement: str
             f"placement: {placement} keeps weights in host memory: {sums}. Free memory, raise gpu_memory so that more "
             "stays on the GPU, or use a 16-bit dtype."
         )
-    if costs.row is not None and costs.row.costs.host_check is not None:
+    if costs.row is not None and costs.row.costs.host_state is not None:
         itemsize, work = costs.room.formats.dtype.itemsize, costs.work
+        state = costs.row.costs.host_state(layout, streamed, itemsize, work.settings, costs.cut(layout))
         try:
-            costs.row.costs.host_check(
-                layout, streamed, itemsize, cut=costs.cut(layout), ranks=work.local_ranks, of=work.ranks
-            )
+            check_host_memory(*state, needed, work.local_ranks)
         except UserError as error:
             raise DoesNotFit(str(error)) from error
 

@@ -10,7 +10,7 @@ from torch import nn
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
-from keyhole.methods.adam_offload.state import WIDTH, fingerprint
+from keyhole.methods.adam_offload.method import WIDTH, fingerprint
 from keyhole.model.attached import AttachedMethods
 from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss

@@ -11,7 +11,7 @@ from keyhole.errors import UserError
 from keyhole.loading.model import _shared_work
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
-from keyhole.methods.adam_offload.memory import host_state_bytes
+from keyhole.methods.adam_offload.memory import host_state
 from keyhole.methods.workload import Workload
 from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.skeleton import build
@@ -132,8 +132,8 @@ def test_host_memory_is_that_of_the_ranks_of_this_machine() -> None:
     streamed = {unit.index for unit in layout.units[1:]}
     cut, table = bytes_of(layout, ("block", "head")), bytes_of(layout, ("table",))
     assert costs.host_bytes(layout, streamed) == pytest.approx(2 * (cut / 4 + table), rel=0.01)
-    state = 3 * ((cut + table) / 4 + bytes_of(layout, ("spine",)))
-    assert host_state_bytes(layout, streamed, 4, costs.cut(layout), of=4) == pytest.approx(state, rel=0.01)
+    state = 3 * (cut / 4 + table + bytes_of(layout, ("spine",)))
+    assert host_state(layout, streamed, 4, None, costs.cut(layout))[1] == pytest.approx(state, rel=0.01)
     layout, placed = planned("zo", Four(), "stream")
     costs = Costs(placed.work, Room(Wire(torch.float32), 0), METHODS["zo"])
     streamed = {unit.index for unit in layout.units[1:]}

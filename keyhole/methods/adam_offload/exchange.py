@@ -6,16 +6,16 @@ host overwrites it with the new weights, and these return to the device.
     streamed page    its home is the staging buffer. (Between the last use of a page in a step and its first use in the
                      next, its home is not read; the weights are computed from the optimizer's master copy.) The engine
                      uploads it as usual, once the gate reports that it is ready.
-    resident page    page-locked memory of the page's size; the worker sends the weights to the device itself. With
-                     `masters` (the weights in fp32, page-locked) it sends those, and the device rounds them: twice the
-                     bytes on a link that is idle, and a third less work for a CPU that is busy.
+    resident page    page-locked memory of the page's size; the worker sends the weights to the device itself: from
+                     `masters` (in fp32, page-locked), and the device rounds them: twice the bytes on a link that is
+                     idle, and a third less work for a CPU that is busy.
 
 So a waiting gradient needs no memory beyond the 16-bit weights that host memory holds anyway, and 2 bytes per parameter
 for resident pages. Order on a GPU:
 
     down (Downlink)         waits for: the kernels so far;           then gradient -> staging, and an event
     worker                  waits for: that event, on the host;      then the job
-    up (its own stream)                                              then staging -> device, and an event
+    up (its own stream)                                              then masters -> device, and an event
     helper                  waits for: the first event and the end of its work on the device, both on the host
     compute                 `wait` on the host for the job, then on the device for that event
 
@@ -25,10 +25,18 @@ upload. On a CPU device the same jobs run in the same worker, with plain copies.
 
 For a sharded page (offload/shards.py) all of this holds for this rank's part. A resident part waits on the device for
 its next gather, which the engine's own event orders behind the upload.
+
+The part of the updates that the GPU makes (updates.py) goes through a lane, a ring of slots on the device, chunk by
+chunk, on three streams that events alone order: one chunk is copied in while one is updated and one is copied back, and
+the next part begins while the last one is still being copied back.
+
+    up     waits for: the slot's last copy back;   then copies a chunk of every tensor in
+    work   waits for: that;                        then updates the chunk
+    down   waits for: that;                        then copies the chunk back
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,35 +44,37 @@ import torch
 from keyhole.offload import arena
 from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
-from keyhole.offload.slots import lend
+from keyhole.offload.slots import lend, page_bytes
 from keyhole.offload.workers import DeviceJob, Job, Workers
 
 Span = tuple[int, int]  # [begin, end) of a page
 LANDING = 16 * 2**20  # elements of a master copy that are on the device at a time
+SLOTS = 3  # of the lane
+CHUNK = 4 * 2**20  # elements: 16 MiB of fp32, enough for a copy to run at the link's rate
+
+
+def chunk_of(numel: int) -> int:
+    """Elements per chunk for ranges of at most this many."""
+    return min(CHUNK, numel)
 
 
 class Exchange:
     """Sends gradients of pages to the host and brings their new weights back; it is the engine's gate. pages: those
-    that will be rewritten. masters: by resident page, the source of its weights (None: its staging buffer). slices: for
-    pages that every rank holds whole, the range that this rank updates; `complete` gathers them before their next use,
-    and is called by all ranks in the same order. most_bytes: of gradients that wait on the device for the link."""
+    that will be rewritten. masters: by resident page, the source of its weights (else its staging buffer). most_bytes:
+    of gradients that wait on the device for the link."""
 
     def __init__(
         self,
         engine: Engine,
         pages: list[int],
         pool: Workers,
-        masters: dict[int, torch.Tensor] | None = None,
-        slices: dict[int, Span] | None = None,
-        complete: Callable[[int], None] = lambda page: None,
+        masters: Mapping[int, torch.Tensor] = {},
         most_bytes: int | None = None,
     ) -> None:
         self.engine, self.pool, self.cuda = engine, pool, engine.cuda
-        self.slices, self.complete = slices or {}, complete
-        self.incomplete: set[int] = set()  # pages in `slices` that were rewritten and not gathered yet
         self.down = Downlink(engine, most_bytes)
-        self.staging = _staging(engine, {page: self.kept(page) for page in pages})
-        self.source = self.staging if masters is None else self.staging | masters
+        self.staging = _staging(engine, {page: engine.kept(page) for page in pages})
+        self.source = self.staging | dict(masters)
         self.leaving: set[int] = set()  # pages whose gradients are being sent and that have no job yet
         self.rewritten: set[int] = set()  # pages whose change must still be reported to a watch
         self.is_drained = True  # since the last gradient: whoever writes a home now is not overwritten
@@ -75,29 +85,18 @@ class Exchange:
             self.landing = lend(torch.empty(LANDING if masters else 0, device=engine.device), [self.up])
         engine.gate = self
 
-    def kept(self, page: int) -> torch.Tensor:
-        """The part of a page that this process rewrites."""
-        kept = self.engine.kept(page)
-        return kept[slice(*self.slices[page])] if page in self.slices else kept
-
-    def will_change(self, page: int) -> None:
-        """Called before the page's home is rewritten; for a sharded page, on all ranks."""
-        self.engine.before_change(page)
-        if page in self.slices:
-            self.incomplete.add(page)
-
     # -- gradients to the host -------------------------------------------------------------------------------------
 
     def put(self, page: int, begin: int, grad: torch.Tensor) -> None:
         """Sends a gradient to its place in the page's staging buffer. From now on the page is not ready."""
         if page not in self.leaving:
-            self.will_change(page)
+            self.engine.before_change(page)
         self.leaving.add(page)
         self.is_drained = False
         self.rewritten.add(page)
         buffer = self.staging[page][begin : begin + grad.numel()]
         grad = grad.to(buffer.dtype).reshape(-1)
-        self.engine.bytes_down += _bytes(grad)
+        self.engine.bytes_down += page_bytes(grad)
         self.down.send(grad, buffer)
 
     def sent(self) -> Any:
@@ -115,50 +114,37 @@ class Exchange:
 
     # -- jobs, and weights to the device ---------------------------------------------------------------------------
 
-    def submit(
-        self,
-        page: int,
-        job: Job,
-        after: Any,
-        back: list[Span],
-        on_device: DeviceJob | None = None,
-    ) -> None:
-        """Queues a job for the worker, which then sends these spans of the page back. on_device: the same for the
+    def submit(self, page: int, job: Job, after: Any, back: Span, on_device: DeviceJob | None = None) -> None:
+        """Queues a job for the worker, which then sends this span of the page back. on_device: the same for the
         workers' helper, including the copy back. Pages that the next pass needs first have the lowest index, and are
         processed first."""
 
         def work() -> None:
             job()
-            self.send_back(page, back)
+            self.send_back(page, *back)
 
         self.pool.submit(work, page=page, after=after, urgency=page, on_device=on_device)
         self.leaving.discard(page)
         if page not in self.engine.on_host:
-            self.engine.bytes_up += sum(_bytes(self.source[page][begin:end]) for begin, end in back)
+            self.engine.bytes_up += page_bytes(self.source[page][slice(*back)])
 
-    def send_back(self, page: int, spans: list[Span]) -> None:
-        """Uploads spans of a resident page; does nothing for a streamed page."""
+    def send_back(self, page: int, begin: int, end: int) -> None:
+        """Uploads a span of a resident page; does nothing for a streamed page."""
         if page in self.engine.on_host:
             return
-        home, source = self.kept(page).data, self.source[page]  # .data: otherwise autograd, which is differentiating
-        # a neighbour in the same memory, would count this as a change of that tensor
+        # .data: otherwise autograd, which is differentiating a neighbour in the same memory, would count a change of it
+        home, source = self.engine.kept(page).data[begin:end], self.source[page][begin:end]
         if not self.cuda:
-            for begin, end in spans:
-                home[begin:end].copy_(source[begin:end])
+            home.copy_(source)
             return
         with torch.cuda.device(self.engine.device), torch.cuda.stream(self.up):
-            for begin, end in spans:
-                self._upload(source[begin:end], home[begin:end])
+            for part, target in zip(source.split(LANDING), home.split(LANDING), strict=True):
+                if part.dtype != target.dtype:  # rounded on the device
+                    part = self.landing[: part.numel()].copy_(part, non_blocking=True)
+                target.copy_(part, non_blocking=True)
             self.uploaded[page].record(self.up)
             if page in self.engine.streamed:  # a resident part of a sharded page, which is gathered from here
                 self.engine.home_written[page].record(self.up)
-
-    def _upload(self, source: torch.Tensor, home: torch.Tensor) -> None:
-        if source.dtype == home.dtype:
-            home.copy_(source, non_blocking=True)
-            return
-        for part, target in zip(source.split(LANDING), home.split(LANDING), strict=True):
-            target.copy_(self.landing[: part.numel()].copy_(part, non_blocking=True))
 
     # -- the engine's gate -----------------------------------------------------------------------------------------
 
@@ -175,9 +161,6 @@ class Exchange:
             self.wait_s += time.perf_counter() - begin_s
         if self.cuda and page in self.uploaded and page not in self.engine.on_host:
             self.engine.compute.wait_event(self.uploaded[page])
-        if page in self.incomplete:
-            self.incomplete.discard(page)
-            self.complete(page)
         if page in self.rewritten:
             self.rewritten.discard(page)
             self.engine.changed(page, self.engine.compute if self.cuda and page not in self.engine.on_host else None)
@@ -187,9 +170,6 @@ class Exchange:
         self.pool.drain()
         if self.cuda:
             self.up.synchronize()
-        for page in sorted(self.incomplete):
-            self.complete(page)
-        self.incomplete.clear()
         self._report()
         self.is_drained = True
 
@@ -213,18 +193,52 @@ class Exchange:
         self.pool.close()
 
 
-def _bytes(flat: torch.Tensor) -> int:
-    return flat.numel() * flat.element_size()
-
-
 def _staging(engine: Engine, kept: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The homes of streamed pages, and one page-locked allocation for all others."""
     own = [page for page in kept if page not in engine.on_host]
-    sizes = [-(-_bytes(kept[page]) // 256) * 256 for page in own]
+    sizes = [-(-page_bytes(kept[page]) // 256) * 256 for page in own]
     flat = arena.host_memory(sum(sizes)).fill_(0)
     if engine.cuda:
         arena.pin(flat, engine.device)
-    staging = {page: kept[page] for page in kept if page in engine.on_host}
-    for page, piece in zip(own, flat.split(sizes), strict=True):
-        staging[page] = piece[: _bytes(kept[page])].view(kept[page].dtype)
-    return staging
+    pieces = dict(zip(own, flat.split(sizes), strict=True))
+    places = {page: pieces[page][: page_bytes(kept[page])].view(kept[page].dtype) for page in own}
+    return {page: kept[page] for page in kept if page in engine.on_host} | places
+
+
+class Lane:
+    """A ring of slots on the device for host tensors of these dtypes. Only one thread may use it at a time."""
+
+    def __init__(self, dtypes: list[torch.dtype], device: torch.device, chunk: int) -> None:
+        self.chunk, self.turn = chunk, 0
+        self.slots = [[torch.empty(chunk, dtype=dtype, device=device) for dtype in dtypes] for _ in range(SLOTS)]
+        self.up, self.work, self.down = streams = [torch.cuda.Stream(device) for _ in range(3)]
+        self.arrived, self.changed, self.left = ([torch.cuda.Event() for _ in range(SLOTS)] for _ in range(3))
+        for buffer in (buffer for slot in self.slots for buffer in slot):
+            lend(buffer, streams)
+
+    def run(
+        self, tensors: list[torch.Tensor], back: int, change: Callable[[int, list[torch.Tensor]], None]
+    ) -> Callable[[], None]:
+        """Sends flat host tensors through the device. change(begin, chunks) enqueues kernels on the chunks at `begin`;
+        the first `back` tensors are copied back. Returns at once a function that blocks until all of it is done."""
+        for begin in range(0, tensors[0].numel(), self.chunk):
+            i, self.turn = self.turn % SLOTS, self.turn + 1
+            homes = [flat[begin : begin + self.chunk] for flat in tensors]
+            chunks = [buffer[: home.numel()] for buffer, home in zip(self.slots[i], homes, strict=True)]
+            with torch.cuda.stream(self.up):
+                self.up.wait_event(self.left[i])
+                for home, there in zip(homes, chunks, strict=True):
+                    there.copy_(home, non_blocking=True)
+                self.arrived[i].record(self.up)
+            with torch.cuda.stream(self.work):
+                self.work.wait_event(self.arrived[i])
+                change(begin, chunks)
+                self.changed[i].record(self.work)
+            with torch.cuda.stream(self.down):
+                self.down.wait_event(self.changed[i])
+                for home, there in zip(homes[:back], chunks, strict=False):
+                    home.copy_(there, non_blocking=True)
+                self.left[i].record(self.down)
+        end = torch.cuda.Event(blocking=True)
+        end.record(self.down)
+        return end.synchronize

@@ -1,7 +1,7 @@
 """Bytes of adam-offload, and whether host memory has room for them.
 
 On the device: a reverse sweep, the gradients of two blocks, one being computed and one waiting for the link
-(offload/downlink.py; at most WAITING, 10 ms of a link of 55 GB/s), the buffers of the lane (updates.py), and the
+(offload/downlink.py; at most WAITING, 10 ms of a link of 55 GB/s), the buffers of the lane (exchange.py), and the
 landing buffer for masters. On the host, per trained parameter (weights of b bytes):
 
     12      fp32 master and two moments
@@ -38,29 +38,32 @@ from collections import Counter
 
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import MIB
-from keyhole.methods.adam_offload.exchange import LANDING
+from keyhole.methods.adam_offload.exchange import LANDING, SLOTS, chunk_of
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
-from keyhole.methods.adam_offload.updates import SLOTS, chunk_of
-from keyhole.methods.memory import check_host_memory, reverse_bytes
+from keyhole.methods.memory import reverse_bytes
+from keyhole.methods.settings import MethodSettings
 from keyhole.methods.work import reverse_work
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
-from keyhole.offload.shards import part_numel
 
 LANE, BESIDE_LANE, BESIDE_COPIES = 0.67, 0.45, 0.5
 WAITING = 512 * MIB
 
 
-def host_state_bytes(
-    layout: Layout, streamed: set[int], element_bytes: int, cut: dict[int, tuple[int, int]] | None = None, of: int = 1
-) -> int:
-    """Host memory of adam-offload, without the homes of streamed units. cut: for sharded units, the first element and
-    the number of elements of this rank; of: number of ranks, over which the state of tables is sharded too."""
+def host_state(
+    layout: Layout,
+    streamed: set[int],
+    element_bytes: int,
+    own: MethodSettings | None = None,
+    cut: dict[int, tuple[int, int]] | None = None,
+) -> tuple[str, int]:
+    """What is kept in host memory beside the homes of streamed units, in words and bytes. cut: for sharded units, the
+    first element and the number of elements of this rank."""
     units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]
-    here = {u.index: part_numel(u.numel, of) for u in layout.of_kind("table") if of > 1}
-    here |= {unit: numel for unit, (_, numel) in (cut or {}).items()}
-    return sum(here.get(u.index, u.numel) * (12 if u.index in streamed else 12 + element_bytes) for u in units)
+    here = {unit: numel for unit, (_, numel) in (cut or {}).items()}
+    found = sum(here.get(u.index, u.numel) * (12 if u.index in streamed else 12 + element_bytes) for u in units)
+    return f"adam-offload keeps {12 + element_bytes} bytes per parameter", found
 
 
 def waiting_bytes(layout: Layout, element_bytes: int) -> int:
@@ -71,21 +74,6 @@ def waiting_bytes(layout: Layout, element_bytes: int) -> int:
     largest = max(t.matrix.numel() for t in layout.tensors if t.block is not None) if of_block else 0
     most = min(WAITING, 2 * element_bytes * max(of_block.values(), default=0))
     return max(most, element_bytes * largest)
-
-
-def check_host_state(
-    layout: Layout,
-    streamed: set[int],
-    element_bytes: int,
-    loaded: bool = False,
-    cut: dict[int, tuple[int, int]] | None = None,
-    ranks: int = 1,
-    of: int = 1,
-) -> None:
-    """Refuses weights and state that do not fit (methods/memory.py)."""
-    state = host_state_bytes(layout, streamed, element_bytes, cut, of)
-    keeps = f"adam-offload keeps {12 + element_bytes} bytes per parameter"
-    check_host_memory(keeps, state, layout, streamed, element_bytes, loaded, cut, ranks)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
@@ -104,8 +92,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]
     numel = sum(u.numel for u in units)
     resident = sum(u.numel for u in units if u.index not in streamed)
-    helped = rates.gpu_bytes is not None and own.schedule == "layerwise" and own.gpu_updates is not False
     overlaps = rates.gpu_bytes is not None and own.schedule == "layerwise"
+    helped = overlaps and own.gpu_updates is not False
     lane = LANE * rates.both / (12 + b) if helped else 0.0
     beside = (BESIDE_LANE if helped else BESIDE_COPIES if overlaps else 1.0) * rates.adam
     share = lane / (lane + beside)
@@ -117,9 +105,9 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         down=b * numel + 12 * by_gpu + b * share * (numel - resident),
         adam=(numel - by_gpu) * rates.adam / beside,
         exposed_adam=numel if own.schedule == "monolithic" else 0.0,
-        host_bytes=host_state_bytes(layout, streamed, b),
+        host_bytes=host_state(layout, streamed, b)[1],
         saved_bytes=12 * numel,
     )
 
 
-FORMULAS = Formulas(device_bytes, step_work, check_host_state)
+FORMULAS = Formulas(device_bytes, step_work, host_state)

@@ -33,33 +33,31 @@ over the new values before the next step (`_follow`). The model notices such cha
 through `.data`, which torch does not count: that one is found by comparing a fingerprint of the weights with the one of
 the last flush, or of the time when the masters were made or loaded.
 
-On several ranks each keeps and updates a shard of the units: shards.py.
+On several ranks each keeps and updates its part of blocks and head, 12 / N bytes of state, and all of table and spine.
+Its part of a unit's summed gradient (methods/shards.py) goes the same way as gradients in one process, to the part's
+memory on the host; the next forward pass gathers the new weights into a slot. Norms are of whole tensors: each rank
+computes those of its pieces, and a few numbers per unit are gathered, so that all ranks clip by the same norm and agree
+on what is not finite.
 """
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from keyhole.errors import UserError
 from keyhole.methods import shards
-from keyhole.methods.adam_offload.exchange import Exchange
-from keyhole.methods.adam_offload.memory import check_host_state, waiting_bytes
-from keyhole.methods.adam_offload.shards import AdamParts, make_whole, own_ranges
-from keyhole.methods.adam_offload.state import AdamState, AdamStep, fingerprint
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD, AdamOffloadConfig
-from keyhole.methods.adam_offload.updates import Updates
+from keyhole.methods.adam_offload.updates import AdamStep, Updates
 from keyhole.methods.base import Saved, State
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.frame import Backward, GradientMethod
-from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Found, Sink, runs_of
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
-from keyhole.offload import arena
-from keyhole.offload.workers import Workers
+
+WIDTH = 256  # 64-bit integers of a row of a fingerprint
 
 
 class AdamOffload(GradientMethod, Sink):
@@ -77,8 +75,6 @@ class AdamOffload(GradientMethod, Sink):
         if model.sharded:
             shards.check(own)
         model.methods.attach(self)
-        cut, slices = own_ranges(model)
-        check_host_state(model.layout, model.engine.on_host, model.dtype.itemsize, loaded=True, cut=cut)
         self.reverse = Reverse(
             model,
             activations=own.activations,
@@ -87,26 +83,14 @@ class AdamOffload(GradientMethod, Sink):
             deterministic=own.deterministic,
         )
         self.dropout = ModelDropout(model, own.seed, own.model_dropout)
-        helps = model.engine.cuda if own.gpu_updates is None else own.gpu_updates
-        helped = own.schedule == "layerwise" and helps
-        self.pool = Workers(own.threads, helper=helped)
-        rule = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps}
-        self.state = AdamState(model.layout, rule, weight_decay_of(model.module, own), cut)
-        masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.on_host}
-        pages = [unit.index for unit in self.state.units]
-        most = waiting_bytes(model.layout, model.dtype.itemsize)
-        gather = partial(make_whole, model, slices)
-        self.exchange = Exchange(model.engine, pages, self.pool, masters, slices, gather, most)
+        self.clips_at_end = own.max_grad_norm is not None or own.schedule == "monolithic"
+        self.updates = Updates(model, own)
+        self.exchange = self.updates.exchange
         self._end = weakref.finalize(self, self.exchange.finish)
-        for unit in self.state.units:
-            self.state.start(unit, self.exchange.staging[unit.index].copy_(self.exchange.kept(unit.index)))
-        self.updates = Updates(self.state, self.exchange, model.dtype, helped)
-        if model.engine.cuda and masters and not self.updates.helps:
-            arena.pin(arena.storage_of(self.state.states.arrays["master"]), model.device)
-        self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are adjacent
+        self.slots = {start: k for k, start in enumerate(self.updates.trained)}  # of norms; a unit's are adjacent
         self.current = self._new_step()
         self.norm: torch.Tensor | None = None  # of the last step's gradient
-        self.parts = AdamParts(model, self) if model.sharded else None
+        self.parts = AdamParts(self) if model.sharded else None
         self.as_of = model.steps  # the masters are those of the weights after so many steps of all methods
         self.taken = model.methods.changes  # and after so many changes by hand
         self.left = self._fingerprints()  # of the weights as they were taken, or at the last flush; until a step
@@ -128,16 +112,17 @@ class AdamOffload(GradientMethod, Sink):
     def _follow(self, others: bool = True) -> None:
         """If weights have changed since, by hand or (others) by a step of another method, the masters take them over;
         and the engine waits for this method's updates again."""
-        engine, changes = self.model.engine, self.model.methods.changes
-        by_hand = self.taken != changes or (self.left is not None and not _same(self.left, self._fingerprints()))
+        engine, changes, left = self.model.engine, self.model.methods.changes, self.left
+        by_hand = self.taken != changes
+        if left is not None and not by_hand:
+            by_hand = not all(map(torch.equal, left, self._fingerprints() or []))
         by_others = others and not (self.as_of == self.model.steps and engine.gate is self.exchange)
         self.left, self.taken = None, changes
         if not (by_hand or by_others):
             return
         engine.wait_for_homes()
         self._land()
-        for unit in self.state.units:
-            self.state.follow(unit, self.exchange.staging[unit.index].copy_(self.exchange.kept(unit.index)))
+        self.updates.follow()
         if by_others:
             engine.gate = self.exchange
         engine.invalidate()
@@ -146,7 +131,7 @@ class AdamOffload(GradientMethod, Sink):
         """The fingerprint of each trained unit at home; None on several ranks, where no caller changes weights."""
         if self.model.ranks.several:
             return None
-        return [fingerprint(self.exchange.kept(unit.index)) for unit in self.state.units]
+        return [fingerprint(self.model.engine.homes[unit.index]) for unit in self.updates.units]
 
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         self._settle()  # the forward has waited for every unit, so the last step is complete
@@ -157,57 +142,42 @@ class AdamOffload(GradientMethod, Sink):
         try:
             backward(self.parts or self)
             self._end_reverse(step)
-        except BaseException:
-            self._take_back(step)
+        except BaseException:  # sent gradients are dropped; if an update was submitted, it is too late
+            for page in self.exchange.take_back():
+                self.updates.write(self.model.layout.units[page])
+            step.bad = step.applied = step.submitted
             raise
         self.as_of = self.model.steps + 1
 
     def _new_step(self) -> AdamStep:
         norms_K = torch.zeros(len(self.slots), device=self.model.device)
         numbers = self.exchange.down.numbers(len(self.slots) + 2)
-        return AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
-
-    def _take_back(self, step: AdamStep) -> None:
-        """After an error in the backward pass: drops sent gradients. If an update was submitted, it is too late."""
-        for page in self.exchange.take_back():
-            unit = self.model.layout.units[page]
-            self.updates.write(unit)
-        step.bad = step.applied = step.submitted
-
-    @property
-    def _clips_at_end(self) -> bool:
-        return self.settings.max_grad_norm is not None or self.settings.schedule == "monolithic"
-
-    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """Declines: the gradient is needed as a tensor, to be copied to the host."""
-        return False
+        return AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self.clips_at_end)
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Computes the norm and sends the gradient to the host."""
-        torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
-        unit = self.state.trained[tensor.start].unit
-        gathered = (
-            self.reverse.keeping.recorded is not None
-        )  # then the next block overwrites the buffer during the copy
-        self.exchange.put(unit.index, tensor.start - unit.start, grad.clone() if gathered else grad)
-        self.current.starts[unit.index].append(tensor.start)
+        recorded = self.reverse.keeping.recorded is not None  # then the next replay may overwrite it during the copy
+        self._send([tensor], grad.clone() if recorded else grad, [grad])
 
     def gradients_together(self, found: list[Found]) -> None:
         """Like `gradient`, with one copy for adjacent tensors. (Each costs the host more than a kernel's launch.)"""
         grads = {tensor.start: grad for tensor, _, grad in found}
         for run in runs_of([tensor for tensor, _, _ in found]):
-            unit = self.state.trained[run[0].start].unit
-            for tensor in run:
-                norm = self.current.norms_K[self.slots[tensor.start]]
-                torch.linalg.vector_norm(grads[tensor.start], dtype=torch.float32, out=norm)
-            together = torch.cat([grads[tensor.start].flatten() for tensor in run])
-            self.exchange.put(unit.index, run[0].start - unit.start, together)
-            self.current.starts[unit.index] += [tensor.start for tensor in run]
+            own = [grads[tensor.start] for tensor in run]
+            self._send(run, torch.cat([grad.flatten() for grad in own]), own)
+
+    def _send(self, run: list[FlatTensor], together: torch.Tensor, grads: list[torch.Tensor]) -> None:
+        starts = [tensor.start for tensor in run]
+        for start, grad in zip(starts, grads, strict=True):
+            torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[start]])
+        unit = self.updates.trained[starts[0]].unit
+        self.exchange.put(unit.index, starts[0] - unit.start, together)
+        self.current.starts[unit.index] += starts
 
     def finished(self, unit: Unit) -> bool:
         """The unit's gradients are being sent; its update is submitted now, or after the backward pass."""
         starts = sorted(self.current.starts[unit.index])
-        if starts and self._clips_at_end:
+        if starts and self.clips_at_end:
             self.current.waiting.append((unit, starts))
         elif starts:
             self.exchange.down.send(*self.current.norms(starts))
@@ -217,7 +187,7 @@ class AdamOffload(GradientMethod, Sink):
     def _end_reverse(self, step: AdamStep) -> None:
         """The norm of the whole gradient is known: sends clip factor and norm, and submits the waiting updates."""
         self.norm = torch.linalg.vector_norm(step.norms_K)
-        if not self._clips_at_end:
+        if not self.clips_at_end:
             return
         limit = float("inf") if self.settings.max_grad_norm is None else self.settings.max_grad_norm
         clip = (limit / (self.norm + 1e-6)).clamp(max=1.0)
@@ -270,31 +240,27 @@ class AdamOffload(GradientMethod, Sink):
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
-        gib = self.state.states.bytes / 2**30
-        when = "at the end of the reverse, under the next forward" if self._clips_at_end else "as gradients arrive"
-        when = "between reverse and forward" if self.settings.schedule == "monolithic" else when
+        updates, when = self.updates, "as gradients arrive"
+        if self.clips_at_end:
+            layerwise = self.settings.schedule == "layerwise"
+            when = "at the end of the reverse, under the next forward" if layerwise else "between reverse and forward"
         return [
-            f"adam-offload: {gib:.2f} GiB of fp32 state in host memory, {self.pool.threads} threads; updates {when}"
-            + (f"; {self.updates.who}" if self.updates.who else ""),
+            f"adam-offload: {updates.states.bytes / 2**30:.2f} GiB of fp32 state in host memory, "
+            f"{updates.pool.threads} threads; updates {when}{updates.who}",
             *self.dropout.describe(),
         ]
 
     def _state(self) -> State:
         """The state as views, not copies."""
         self.flush()
-        return self.state.state_dict() | self.dropout.state_dict()
+        return self.updates.state_dict() | self.dropout.state_dict()
 
     def _load(self, state: Saved) -> None:
         """Sets the weights to the rounded masters, whatever the last step left behind."""
         self.dropout.load_state_dict(state)
         self.exchange.drain()
         self.current, self.norm = self._new_step(), None
-        self.state.load_state_dict(state)
-        for unit in self.state.units:
-            self.updates.write(unit)
-            self.exchange.send_back(unit.index, [(0, self.state.kept[unit.index][1])])
-            if unit.index in self.exchange.slices:
-                self.exchange.will_change(unit.index)
+        self.updates.load_state_dict(state)
         self.exchange.drain()
         self.model.engine.invalidate()
         self.as_of, self.taken, self.left = self.model.steps, self.model.methods.changes, self._fingerprints()
@@ -304,5 +270,43 @@ class AdamOffload(GradientMethod, Sink):
         self._end()
 
 
-def _same(one: list[torch.Tensor], other: list[torch.Tensor] | None) -> bool:
-    return other is not None and all(map(torch.equal, one, other))
+class AdamParts(shards.GradientParts):
+    """On several ranks, in front of AdamOffload: sends this rank's part of the gradients."""
+
+    def __init__(self, method: AdamOffload) -> None:
+        super().__init__(method.model)
+        self.method = method
+
+    def whole(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        self.method.gradient(tensor, w, grad)
+
+    def finished(self, unit: Unit) -> bool:
+        method, step = self.method, self.method.current
+        if unit.index in self.place:
+            starts = [tensor.start for tensor in self.with_gradient(unit)]
+            part = self.part_of(unit)
+            if starts:
+                method.model.engine.before_change(unit.index)  # on every rank, also where none of its elements are
+                norms_K, first = step.norms(starts)[0], step.slots[starts[0]]
+                own_K = torch.zeros_like(norms_K)
+                for start in starts:
+                    begin, end = method.updates.ours(unit, start, method.updates.trained[start].stop)
+                    if begin < end:
+                        torch.linalg.vector_norm(part[begin:end], out=own_K[step.slots[start] - first])
+                        method.exchange.put(unit.index, begin, part[begin:end])
+                torch.linalg.vector_norm(self.ranks.gather(own_K), dim=0, out=norms_K)
+                step.starts[unit.index] = starts
+        return method.finished(unit)
+
+
+@torch.no_grad()
+def fingerprint(flat: torch.Tensor) -> torch.Tensor:
+    """Equal for equal weights, without a copy of them: their bits as 64-bit integers in rows of WIDTH, each row summed
+    (modulo 2^64). Another value changes its sum, and so does an exchange of two weights, unless both are in one row and
+    in the same place of their integers."""
+    flat, row = flat.detach(), WIDTH * 8 // flat.element_size()
+    if flat.storage_offset() * flat.element_size() % 8:  # not where an integer may begin
+        flat = flat.clone()
+    whole = flat.numel() // row * row
+    rest = flat[whole:].contiguous().view(torch.uint8).long()
+    return torch.cat([flat[:whole].view(torch.int64).view(-1, WIDTH).sum(dim=1), rest])

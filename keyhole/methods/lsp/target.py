@@ -31,7 +31,7 @@ from keyhole.errors import UserError
 from keyhole.methods.base import Saved
 from keyhole.methods.lsp.fit import compressed
 from keyhole.methods.lsp.traits import LSPConfig
-from keyhole.model.backward.sink import chunk
+from keyhole.model.backward.sink import tensors_of
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.arguments import Number
@@ -171,8 +171,7 @@ def find_targets(model: Model, own: LSPConfig) -> Targets:
     """All trained tensors, by unit. Freezes the rest."""
     found: Targets = {}
     for unit in model.layout.units:
-        tensors = [chunk(unit)] if unit.rows is not None else unit.tensors
-        tensors = [tensor for tensor in tensors if tensor.param.requires_grad]
+        tensors = [tensor for tensor in tensors_of(unit) if tensor.param.requires_grad]
         members = [Target(tensor, unit.index, own) for tensor in tensors]
         for target in list(members):
             matrix = unit.kind == "block" and len(target.tensor.shape) == 2

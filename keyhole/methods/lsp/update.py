@@ -82,7 +82,7 @@ class SubspaceUpdates(GradientSink):
         if host_units:
             state = 12 * sum(lengths[unit] for unit in host_units)
             keeps = f"lsp (less: lsp.d, lsp.others=frozen) keeps {state / GIB:.2f} GiB of moments and gradients"
-            check_host_memory(keeps, state, model.layout, set(), model.dtype.itemsize, loaded=True)
+            check_host_memory(keeps, state)
             self.host = HostAdam(host_units, lengths, rule, groups, model.engine, own.threads)
         self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}

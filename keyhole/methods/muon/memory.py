@@ -16,8 +16,9 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
 from keyhole.methods.lomo.memory import step_work as lomo_work
 from keyhole.methods.lomo.traits import LOMO
-from keyhole.methods.memory import check_host_memory, reverse_bytes
+from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.muon.traits import MuonConfig
+from keyhole.methods.settings import MethodSettings
 from keyhole.methods.states import FORMATS
 from keyhole.methods.work import update_launches
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
@@ -27,7 +28,6 @@ from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 ALIGN = 64  # elements
 KERNELS, ADAM = 12, 14  # launches per matrix, beside three per step of Newton-Schulz, and per vector
 PER_ELEMENT, PER_SQUARE = 18, 4  # bytes of Newton-Schulz
-SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
 
 def is_matrix(tensor: FlatTensor) -> bool:
@@ -56,25 +56,19 @@ def slot_count(layout: Layout) -> int:
     return max(units.values(), default=1) + 1
 
 
-def host_state_bytes(layout: Layout, own: MuonConfig) -> int:
-    return int(FORMATS[own.moments].bytes * sum(map(page_numel, layout.units)))
-
-
-def check_host_state(
+def host_state(
     layout: Layout,
     streamed: set[int],
     element_bytes: int,
-    loaded: bool = False,
+    own: MethodSettings | None = None,
     cut: dict[int, tuple[int, int]] | None = None,
-    ranks: int = 1,
-    of: int = 1,
-    own: MuonConfig | None = None,
-) -> None:
-    """Refuses weights and state that do not fit (methods/memory.py). Every rank has all of the state."""
+) -> tuple[str, int]:
+    """What is kept in host memory, in words and bytes. Every rank has all of it."""
     own = own or MuonConfig()
-    state, less = host_state_bytes(layout, own), "" if own.moments == "bfloat16" else " (half: muon.moments=bfloat16)"
-    keeps = f"muon keeps {state / GIB:.1f} GiB of state{less}"
-    check_host_memory(keeps, state, layout, streamed, element_bytes, loaded, cut, ranks)
+    assert isinstance(own, MuonConfig)
+    state = int(FORMATS[own.moments].bytes * sum(map(page_numel, layout.units)))
+    less = "" if own.moments == "bfloat16" else " (half: muon.moments=bfloat16)"
+    return f"muon keeps {state / GIB:.1f} GiB of state{less}", state
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
@@ -92,7 +86,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     """The FLOPs, bytes and launches of a step."""
     own = work.settings or MuonConfig()
     assert isinstance(own, MuonConfig)
-    state, flops = host_state_bytes(layout, own), 0.0
+    (_, state), flops = host_state(layout, streamed, 0, own), 0.0
     for tensor in (tensor for tensor in layout.tensors if is_matrix(tensor) and tensor.param.requires_grad):
         short, long = sorted(tensor.matrix)
         count = tensor.shape.numel() / (short * long)
@@ -102,4 +96,4 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     return found.plus(products=flops, touched=2 * state, up=state, down=state, host_bytes=state, saved_bytes=state)
 
 
-FORMULAS = Formulas(device_bytes, step_work, check_host_state)
+FORMULAS = Formulas(device_bytes, step_work, host_state)

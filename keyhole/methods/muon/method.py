@@ -31,10 +31,11 @@ from keyhole.errors import UserError
 from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.update import Update
-from keyhole.methods.muon.memory import adam_numel, check_host_state, is_matrix, page_numel, slot_count
+from keyhole.methods.memory import check_host_memory
+from keyhole.methods.muon.memory import adam_numel, host_state, is_matrix, page_numel, slot_count
 from keyhole.methods.muon.traits import MUON, MuonConfig
 from keyhole.methods.states import FORMATS, PLACES, StatePages
-from keyhole.model.backward.sink import chunk
+from keyhole.model.backward.sink import tensors_of
 from keyhole.model.structure.layout import FlatTensor, Unit
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -62,7 +63,7 @@ class MuonUpdate(Update):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         layout = self.model.layout
-        check_host_state(layout, set(), self.model.dtype.itemsize, loaded=True, own=self.own)
+        check_host_memory(*host_state(layout, set(), self.model.dtype.itemsize, self.own))
         self.format = FORMATS[self.own.moments]
         numels = {unit.index: page_numel(unit) for unit in layout.units}
         self.pages = StatePages(numels, self.format, self.model.device, slot_count(layout))
@@ -71,8 +72,8 @@ class MuonUpdate(Update):
         self.second: dict[int, int] = {}  # by the start of a tensor with AdamW: where its second moment begins
         for unit in layout.units:
             end = unit.numel
-            for tensor in trained_in(unit):
-                if not is_matrix(tensor):
+            for tensor in tensors_of(unit):
+                if tensor.param.requires_grad and not is_matrix(tensor):
                     self.second[tensor.start], end = end, end + adam_numel(tensor)
 
     def applying(self) -> AbstractContextManager[None]:
@@ -132,7 +133,7 @@ class MuonUpdate(Update):
         found: dict[str, torch.Tensor] = {}
         for unit in self.model.layout.units:
             home = self.pages.homes[unit.index]
-            for tensor in trained_in(unit):
+            for tensor in (tensor for tensor in tensors_of(unit) if tensor.param.requires_grad):
                 begin, numel, second = tensor.start - unit.start, tensor.shape.numel(), self.second.get(tensor.start)
                 key = "momentum_buffer" if second is None else "exp_avg"
                 found[f"{tensor.name}/{key}"] = home[begin : begin + numel].view(tensor.shape)
@@ -151,16 +152,6 @@ class MuonUpdate(Update):
         self.pages.engine.invalidate()
         names = [name for name in state if name.endswith("/updates")]
         self.updates = {name.removesuffix("/updates"): int(state[name]) for name in names}
-
-
-def trained_in(unit: Unit) -> list[FlatTensor]:
-    """The trained tensors of a unit, as their gradients are handed over."""
-    tensors = unit.tensors
-    if unit.expert is not None:
-        tensors = [unit.tensors[0].expert(unit.expert)]
-    elif unit.rows is not None:
-        tensors = [chunk(unit)]
-    return [tensor for tensor in tensors if tensor.param.requires_grad]
 
 
 class Muon(LOMO):

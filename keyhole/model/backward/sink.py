@@ -133,6 +133,13 @@ def chunk(unit: Unit) -> FlatTensor:
     return replace(tensor, name=f"{tensor.name}[{first}:{last}]", start=unit.start, shape=shape)
 
 
+def tensors_of(unit: Unit) -> list[FlatTensor]:
+    """The tensors of a unit as their gradients are handed over: rows of a table, an expert's matrix."""
+    if unit.expert is not None:
+        return [unit.tensors[0].expert(unit.expert)]
+    return unit.tensors if unit.rows is None else [chunk(unit)]
+
+
 def runs_of(tensors: list[FlatTensor]) -> list[list[FlatTensor]]:
     """The tensors in order, those that are adjacent together."""
     runs: list[list[FlatTensor]] = []

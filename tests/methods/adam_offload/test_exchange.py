@@ -33,7 +33,7 @@ def make(streamed: set[int], device: torch.device = CPU, **options: Any) -> tupl
 
 def send_and_submit(exchange: Exchange, page: int, value: torch.Tensor) -> None:
     exchange.put(page, 0, value)
-    exchange.submit(page, lambda: exchange.staging[page].add_(1), exchange.sent(), [(0, NUMEL)])
+    exchange.submit(page, lambda: exchange.staging[page].add_(1), exchange.sent(), (0, NUMEL))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -68,7 +68,7 @@ def test_prefetch_stops_at_a_page_that_is_not_ready_and_acquire_waits() -> None:
     gate = threading.Event()
     exchange.put(2, 0, torch.ones(NUMEL))
     assert not exchange.ready(2)
-    exchange.submit(2, lambda: gate.wait(WAIT_S) and exchange.staging[2].add_(1), None, [(0, NUMEL)])
+    exchange.submit(2, lambda: gate.wait(WAIT_S) and exchange.staging[2].add_(1), None, (0, NUMEL))
     with engine.sweep("forward", [1, 2, 3, 4]):
         assert [slot.page for slot in engine.ahead] == [1] and not exchange.ready(2)
         assert engine.acquire(1).eq(1).all()

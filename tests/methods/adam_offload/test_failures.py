@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.adam_offload import state
+from keyhole.methods.adam_offload import updates
 from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.offload.workers import WorkerFailed
 from tests.matrix import in_every_run
@@ -132,8 +132,8 @@ def test_everything_goes_with_the_method() -> None:
     for _ in range(2):
         method = AdamOffload(model, max_grad_norm=0.5, gpu_updates=True, **HOW)
         method.step(batch())
-        threads = list(method.pool._threads)
-        parts = [weakref.ref(part) for part in (method, method.state, method.updates, method.exchange)]
+        threads = list(method.updates.pool._threads)
+        parts = [weakref.ref(part) for part in (method, method.updates, method.exchange)]
         del method
         gc.collect()
         assert not any(thread.is_alive() for thread in threads) and not any(part() for part in parts)
@@ -151,15 +151,15 @@ def test_a_worker_that_fails_stops_the_run_with_its_cause(place: str, monkeypatc
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("the host is full")
 
-    monkeypatch.setattr("keyhole.methods.adam_offload.state.host_adamw_", fail)
+    monkeypatch.setattr("keyhole.methods.adam_offload.updates.host_adamw_", fail)
     with pytest.raises(WorkerFailed, match="the host is full") as caught:
         for _ in range(3):
             method.step(batch())
     assert isinstance(caught.value.__cause__, MemoryError)
     with pytest.raises(WorkerFailed):
         method.flush()
-    method.pool._threads[0].join(10)
-    assert method.pool._threads[0] not in threading.enumerate()
+    method.updates.pool._threads[0].join(10)
+    assert method.updates.pool._threads[0] not in threading.enumerate()
     method.close()
 
 
@@ -170,18 +170,18 @@ def test_the_worker_ends_with_the_model() -> None:
     method.step(batch())
     method.flush()
     model.close()
-    assert method.pool._threads[0] not in threading.enumerate()
+    assert method.updates.pool._threads[0] not in threading.enumerate()
 
 
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Updates wait for this event."""
-    release, update = threading.Event(), state.host_adamw_
+    release, update = threading.Event(), updates.host_adamw_
 
     def after(*args: Any, **options: Any) -> None:
         assert release.wait(20)
         update(*args, **options)
 
-    monkeypatch.setattr(state, "host_adamw_", after)
+    monkeypatch.setattr(updates, "host_adamw_", after)
     return release
 
 
@@ -239,7 +239,7 @@ def test_after_an_update_that_failed_the_weights_are_not_read(monkeypatch: pytes
     def fail(*args: Any, **options: Any) -> None:
         assert not release.wait(20), "the host is full"
 
-    monkeypatch.setattr(state, "host_adamw_", fail)
+    monkeypatch.setattr(updates, "host_adamw_", fail)
     method.step(batch())
     weakref.finalize(method, release.set)
     del method

@@ -1,17 +1,16 @@
 """adam-offload: what the GPU updates instead of the CPU: the same bits, counted, planned; a failure is said."""
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import keyhole
-from keyhole.methods.adam_offload.exchange import LANDING
+from keyhole.methods.adam_offload.exchange import LANDING, SLOTS, Lane, chunk_of
 from keyhole.methods.adam_offload.memory import device_bytes, waiting_bytes
 from keyhole.methods.adam_offload.method import AdamOffload
-from keyhole.methods.adam_offload.updates import SLOTS, Lane, Updates, chunk_of
+from keyhole.methods.adam_offload.updates import help_of_gpu
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.weights.format import Wire
 from keyhole.offload import arena
@@ -44,7 +43,7 @@ def test_who_updates_a_part_changes_no_bit(place: str, clip: float | None, monke
         return found if place == "resident" else streamed(found)
 
     expected = trained(model(), 2, max_grad_norm=clip)
-    monkeypatch.setattr("keyhole.methods.adam_offload.state.PART", 192)
+    monkeypatch.setattr("keyhole.methods.adam_offload.updates.PART", 192)
     assert same(expected, trained(model(), 2, max_grad_norm=clip, gpu_updates=True))
     alone = model()
     method = AdamOffload(alone, max_grad_norm=clip, gpu_updates=True, **HOW)
@@ -68,7 +67,7 @@ def test_what_goes_through_the_lane_is_counted() -> None:
         method.flush()
         moved.append((model.engine.bytes_up - up, model.engine.bytes_down - down))
         method.close()
-    numel = sum(unit.numel for unit in method.state.units)
+    numel = sum(unit.numel for unit in method.updates.units)
     assert moved[1][0] - moved[0][0] == 10 * numel and moved[1][1] - moved[0][1] == 12 * numel
 
 
@@ -77,7 +76,7 @@ def test_tensors_without_a_gradient_change_no_neighbour(place: str, monkeypatch:
     """Tables in chunks of rows, some tensors frozen, others without a gradient in some steps: parts begin anywhere, and
     counts of updates differ within a unit."""
     monkeypatch.setattr("keyhole.model.structure.layout.CHUNK_ROWS", 64)
-    monkeypatch.setattr("keyhole.methods.adam_offload.state.PART", 64 * 47)
+    monkeypatch.setattr("keyhole.methods.adam_offload.updates.PART", 64 * 47)
     found = []
     for alone in (False, True):
         model = keyhole.load(config("llama", vocab_size=64 + 35), init="random", device="cpu", dtype="bfloat16")
@@ -107,7 +106,7 @@ def test_the_plan_counts_what_the_lane_takes() -> None:
         name = "gpt2" if shape else "llama"
         model = keyhole.load(config(name, **shape), init="random", device="cpu", dtype="bfloat16")
         method = AdamOffload(model, gpu_updates=True, **HOW)
-        lane_bytes = SLOTS * chunk_of(max(unit.numel for unit in method.state.units)) * (12 + 2)
+        lane_bytes = SLOTS * chunk_of(max(unit.numel for unit in method.updates.units)) * (12 + 2)
         work = Workload(method="adam-offload", tokens=1, passes=1)
         planned = device_bytes(model.layout, set(), work, Room(Wire(torch.bfloat16), workspace_bytes=0))
         assert planned.updates - 4 * LANDING - waiting_bytes(model.layout, 2) == lane_bytes
@@ -119,7 +118,7 @@ def test_the_plan_counts_what_the_lane_takes() -> None:
 @pytest.mark.parametrize("place", ["resident", "streamed"])
 def test_a_bad_gradient_is_met_in_every_part(place: str, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units in many parts, some by the lane: a step that is not finite leaves weights, moments and counts alone."""
-    monkeypatch.setattr("keyhole.methods.adam_offload.state.PART", 192)
+    monkeypatch.setattr("keyhole.methods.adam_offload.updates.PART", 192)
     model = load(dtype="bfloat16") if place == "resident" else streamed(load(dtype="bfloat16"))
     method = AdamOffload(model, max_grad_norm=clip, gpu_updates=True, **HOW)
     method.step(micro(0))
@@ -136,12 +135,12 @@ def test_a_bad_gradient_is_met_in_every_part(place: str, clip: float, monkeypatc
 def test_a_lane_that_fails_stops_the_run_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the device comes to the caller as one of the worker does."""
     method = AdamOffload(load(), gpu_updates=True, **HOW)
-    threads, hold = list(method.pool._threads), threading.Event()
+    threads, hold = list(method.updates.pool._threads), threading.Event()
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("keyhole.methods.adam_offload.state.host_adamw_", fail)
+    monkeypatch.setattr("keyhole.methods.adam_offload.updates.host_adamw_", fail)
     method.updates.by_cpu = lambda *job: hold.wait(20)
     with pytest.raises(WorkerFailed, match="the device is gone"):
         method.step(batch())
@@ -158,9 +157,8 @@ def test_memory_that_is_refused_in_part_is_not_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("keyhole.methods.adam_offload.updates.squares_of_host", lambda *args, **more: "apart")
     monkeypatch.setattr(arena, "pin", lambda flat, device: len(pinned) < 2 and not pinned.add(flat.data_ptr()))
     monkeypatch.setattr(arena, "unpin", lambda flat: pinned.discard(flat.data_ptr()))
-    exchange = SimpleNamespace(engine=SimpleNamespace(cuda=True, device=torch.device("cpu")), pool=method.pool)
-    alone = Updates(method.state, exchange, torch.float32, helped=True)
-    assert not alone.helps and "page-locked" in alone.who and not pinned
+    squares, why = help_of_gpu(method.updates.states, method.updates.rule, torch.device("cpu"))
+    assert not squares and "page-locked" in why and not pinned
     method.close()
 
 

@@ -8,7 +8,7 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.machine.host import HostMemory
-from keyhole.methods.adam_offload.memory import host_state_bytes
+from keyhole.methods.adam_offload.memory import host_state
 from keyhole.methods.workload import Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
@@ -20,7 +20,7 @@ def test_14_bytes_a_parameter_wherever_it_lives() -> None:
     layout = find_layout(build(config("llama"), torch.bfloat16))
     away = {unit.index for unit in layout.units[1:]}
     homes = 2 * sum(layout.units[i].numel for i in away)
-    assert host_state_bytes(layout, set(), 2) == 14 * layout.numel == host_state_bytes(layout, away, 2) + homes
+    assert host_state(layout, set(), 2)[1] == 14 * layout.numel == host_state(layout, away, 2)[1] + homes
 
 
 def test_frozen_units_need_none() -> None:
@@ -29,7 +29,7 @@ def test_frozen_units_need_none() -> None:
     module.requires_grad_(False)
     module.lm_head.weight.requires_grad_(True)
     layout = find_layout(module)
-    assert host_state_bytes(layout, set(), 2) == 14 * sum(unit.numel for unit in layout.of_kind("head"))
+    assert host_state(layout, set(), 2)[1] == 14 * sum(unit.numel for unit in layout.of_kind("head"))
 
 
 @pytest.mark.parametrize("placement", ["resident", "stream"])

@@ -158,7 +158,7 @@ def test_state_is_views_of_12_bytes_a_parameter() -> None:
     model = load()
     method = AdamOffload(model)
     state = method.state_dict()
-    flats = {flat.untyped_storage().data_ptr() for flat in method.state.states.arrays.values()}
+    flats = {flat.untyped_storage().data_ptr() for flat in method.updates.states.arrays.values()}
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     assert {t.untyped_storage().data_ptr() for t in tensors} == flats
     assert sum(t.numel() * t.element_size() for t in tensors) == 12 * sum(t.shape.numel() for t in model.layout.tensors)

@@ -4,72 +4,67 @@ import pytest
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.adam_offload.state import AdamState, trained_in
-from keyhole.methods.weight_decay import WeightDecay
-from keyhole.model.structure.layout import find_layout
-from keyhole.model.structure.skeleton import build
-from tests.model.decoders import config
-
-RULE = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
-
-
-def make() -> AdamState:
-    state = AdamState(find_layout(build(config("llama"), torch.float32)), RULE, WeightDecay(0.1))
-    for unit in state.units:
-        state.start(unit, torch.linspace(-1, 1, unit.numel))
-    return state
+from keyhole.methods.adam_offload.method import AdamOffload
+from tests.methods.adam_offload.test_method import HOW, load
+from tests.model.decoders import batch
 
 
 def test_tensors_without_a_gradient_keep_weight_moments_and_count() -> None:
     """Some steps with all gradients, some with every second: torch's weights, tensor by tensor."""
-    state = make()
-    unit = state.layout.of_kind("block")[0]
-    starts = [t.start for t in trained_in(unit)]
-    page = torch.empty(unit.numel)
-    state.write(unit, page)
-    params = {
-        t.start: torch.nn.Parameter(page[t.start - unit.start : t.stop - unit.start].clone()) for t in unit.tensors
-    }
+    model, grads = load(), {}
+    method = AdamOffload(model, **HOW)
+    gradient, tensors = method.gradient, model.layout.tensors
+    params = {t.name: torch.nn.Parameter(model.home(t).clone()) for t in tensors}
     optimizer = torch.optim.AdamW(params.values(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
-    generator = torch.Generator().manual_seed(0)
-    for given in (starts, starts[::2], starts[:1], starts):
-        optimizer.zero_grad()
-        state.write(unit, page)
-        for at in given:
-            params[at].grad = torch.randn(params[at].shape, generator=generator)
-            page[at - unit.start : at - unit.start + params[at].numel()] = params[at].grad
+    names, given = [tensor.name for tensor in tensors], set[str]()
+
+    def some(tensor: object, w: torch.Tensor, grad: torch.Tensor) -> None:
+        if tensor.name in given:
+            grads[tensor.name] = grad.clone()
+            gradient(tensor, w, grad)
+
+    method.gradient = some
+    method.gradients_together = lambda found: [method.gradient(*one) for one in found]
+    for t, some_names in enumerate((names, names[::2], names[:1], names)):
+        given.clear()
+        given.update(some_names)
+        method.step(batch(seed=t))
+        for name, param in params.items():
+            param.grad = grads.pop(name, None)
         optimizer.step()
-        for part in state.parts(given):
-            state.update(unit, part, page, lr=1e-2, clip=1.0)
-            state.count(part)
-        for at, param in params.items():
-            assert torch.equal(page[at - unit.start : at - unit.start + param.numel()], param.data)
-    assert [state.steps[at] for at in starts[:3]] == [4, 2, 3]
+    method.flush()
+    for name, tensor in model.named_tensors():
+        assert torch.equal(tensor, params[name].data), name
+    assert [method.updates.counts[tensor.start] for tensor in tensors[:3]] == [4, 2, 3]
 
 
 def test_masters_keep_their_precision_where_nothing_else_changed_the_weights() -> None:
     """Rounded weights that are unchanged set no master; changed ones do."""
-    state = make()
-    unit = state.layout.of_kind("block")[0]
-    before = state.of(unit)[0].clone()
-    page = before.bfloat16()
-    page[1::2] += 1
-    state.follow(unit, page)
-    after = state.of(unit)[0]
-    assert torch.equal(after[::2], before[::2]) and torch.equal(after[1::2], page[1::2].float())
+    model = load(dtype="bfloat16")
+    method = AdamOffload(model, **HOW)
+    method.step(batch())
+    method.flush()
+    unit = model.layout.of_kind("block")[0]
+    home, before = model.engine.homes[unit.index], method.updates.of(unit)[0].clone()
+    home.data[1::2] += 1
+    method.updates.follow()
+    after = method.updates.of(unit)[0]
+    assert torch.equal(after[::2], before[::2]) and torch.equal(after[1::2], home[1::2].float())
 
 
 def test_neighbours_with_equal_counts_are_one_range() -> None:
     """One pass over a unit whose tensors have all had the same; three ranges around one that has not."""
-    state = make()
-    unit = state.layout.of_kind("block")[0]
-    starts = [t.start for t in trained_in(unit)]
-    assert [(part.begin, part.end) for part in state.parts(starts)] == [(0, unit.numel)]
-    state.steps[starts[2]] = 1
-    assert len(state.parts(starts)) == 3
+    model = load()
+    updates, unit = AdamOffload(model, **HOW | {"weight_decay_on": "all"}).updates, model.layout.of_kind("block")[0]
+    starts = [tensor.start for tensor in unit.tensors]
+    assert [(part.begin, part.end) for part in updates.parts(starts)] == [(0, unit.numel)]
+    updates.counts[starts[2]] = 1
+    assert len(updates.parts(starts)) == 3
 
 
 def test_state_of_another_model_is_refused() -> None:
     """A tensor that is missing is named."""
+    method = AdamOffload(load(), **HOW)
+    state = method.state_dict()
     with pytest.raises(UserError, match="has no model"):
-        make().load_state_dict({})
+        method.load_state_dict({key: value for key, value in state.items() if not key.endswith("/master")})
