@@ -250,6 +250,8 @@ class Method:
                 raise UserError(
                     f"{self.name}: this is the state of another model: names or shapes of parameters differ"
                 )
+            if (seed := state.get("seed", self.settings.seed)) != self.settings.seed:
+                raise UserError(f"seed: the checkpoint was made with {seed}, this run has {self.settings.seed}")
             with with_gradients():
                 self._load(without(state, METHOD, TENSORS))
         except UserError:

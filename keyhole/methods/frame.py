@@ -35,6 +35,20 @@ class GradientMethod(Method):
     reverse: Reverse
     dropout: ModelDropout
 
+    def _differentiate(self, fused: bool = True) -> None:
+        """Makes what runs the passes of a step. fused: see Reverse."""
+        model, own = self.model, self.settings
+        if model.sharded:
+            shards.check(own)
+        self.reverse = Reverse(
+            model,
+            activations=own.keeps or "block",
+            fused=fused,
+            compiled=vars(own).get("compile", False),
+            deterministic=own.deterministic,
+        )
+        self.dropout = ModelDropout(model, own.seed, own.model_dropout)
+
     @property
     def sweeps(self) -> int:
         """Backward passes of the next step."""

@@ -50,9 +50,7 @@ from keyhole.methods import shards
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD, AdamOffloadConfig
 from keyhole.methods.adam_offload.updates import AdamStep, Updates
 from keyhole.methods.base import Saved, State
-from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.frame import Backward, GradientMethod
-from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Found, Sink, runs_of
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
@@ -72,17 +70,8 @@ class AdamOffload(GradientMethod, Sink):
             raise UserError("wire: adam-offload keeps its own fp32 weights; set wire=null and choose dtype")
         if not any(t.param.requires_grad for t in model.layout.tensors):
             raise UserError("every parameter is frozen: there is nothing to train")
-        if model.sharded:
-            shards.check(own)
         model.methods.attach(self)
-        self.reverse = Reverse(
-            model,
-            activations=own.activations,
-            fused=not own.compile,
-            compiled=own.compile,
-            deterministic=own.deterministic,
-        )
-        self.dropout = ModelDropout(model, own.seed, own.model_dropout)
+        self._differentiate(fused=not own.compile)
         self.clips_at_end = own.max_grad_norm is not None or own.schedule == "monolithic"
         self.updates = Updates(model, own)
         self.exchange = self.updates.exchange

@@ -26,16 +26,13 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods import shards
 from keyhole.methods.base import State
-from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.lomo.shards import Shards
 from keyhole.methods.lomo.traits import LOMO as ROW
 from keyhole.methods.lomo.traits import LOMOSettings
 from keyhole.methods.lomo.update import Norms, Now, Update
 from keyhole.methods.step_numbers import Flags, StepNumbers
-from keyhole.model.backward.reverse import Reverse
 
 KEPT = {
     "none": "all kept",
@@ -58,17 +55,8 @@ class LOMO(GradientMethod):
         self.trained = [t for t in model.layout.tensors if t.param.requires_grad]
         if not self.trained:
             raise UserError("every parameter is frozen: there is nothing to train")
-        if model.sharded:
-            shards.check(own)
         model.methods.attach(self)
-        self.reverse = Reverse(
-            model,
-            activations=own.activations,
-            fused=own.fused,
-            compiled=own.compile,
-            deterministic=own.deterministic,
-        )
-        self.dropout = ModelDropout(model, own.seed, own.model_dropout)
+        self._differentiate(own.fused)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
         cuda = model.device.type == "cuda"
         self.reads = self.waits or not cuda or model.sharded  # the flags of a step at once
@@ -217,8 +205,6 @@ class LOMO(GradientMethod):
     def _load(self, state: Any) -> None:
         if self.reverse.recorded is not None:
             self.reverse.recorded.forget()  # the loaded moments have other addresses
-        if state["seed"] != self.settings.seed:
-            raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.settings.seed}")
         self.dropout.load_state_dict(state)
         self.step_count = int(state["step_count"])
         self.update.tally.bad.zero_()

@@ -38,7 +38,6 @@ from keyhole.errors import UserError, listed
 from keyhole.machine.sizes import GIB
 from keyhole.methods import shards
 from keyhole.methods.base import Saved, State
-from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.lsp.adam import MOMENTS, HostAdam
 from keyhole.methods.lsp.learn import Check
@@ -48,7 +47,6 @@ from keyhole.methods.lsp.traits import LSP as ROW
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.methods.weight_decay import weight_decay_of
-from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.offload.engine import Engine
 from keyhole.weak import weakly
@@ -65,14 +63,9 @@ class LSP(GradientMethod):
         model, own = self.model, self.settings
         if model.dtype == torch.float16:
             raise UserError("dtype: lsp has no loss scaling, and float16 gradients underflow without; use bfloat16")
-        if model.sharded:
-            shards.check(own)
         self.units = find_targets(model, own)
         self.targets = {target.tensor.start: target for members in self.units.values() for target in members}
-        self.reverse = Reverse(
-            model, activations=own.activations, compiled=own.compile, deterministic=own.deterministic
-        )
-        self.dropout = ModelDropout(model, own.seed, own.model_dropout)
+        self._differentiate()
         on_device, decay = place_moments(model, self.units, own), weight_decay_of(model.module, own)
         self.updates = SubspaceUpdates(model, self.units, on_device, own, decay, self.reverse.recorded)
         self.step_count, self.learn_s = 0, 0.0
@@ -214,8 +207,6 @@ class LSP(GradientMethod):
         """Loads moments into their places here, wherever they were when they were saved."""
         if self.reverse.recorded is not None:
             self.reverse.recorded.forget()
-        if state["seed"] != self.settings.seed:
-            raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.settings.seed}")
         self.dropout.load_state_dict(state)
         self.flush()
         self.step_count = int(state["step_count"])

@@ -256,8 +256,6 @@ class ZO(Method):
         self.search.read(self.memory)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        if state["seed"] != self.settings.seed:
-            raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.settings.seed}")
         steps = int(state["step_count"])
         self.directions.load(state, steps)
         self.step_count = steps
