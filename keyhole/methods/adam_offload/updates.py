@@ -235,7 +235,8 @@ class Updates:
             self.write(unit, part.begin, part.end)
             return False
         step.applied = True
-        self.counts |= dict.fromkeys(part.starts, part.step)
+        for at in part.starts:
+            self.counts[at] += 1
         return True
 
     def by_cpu(self, step: AdamStep, unit: Unit, starts: list[int], part: Part) -> None:
