@@ -9,23 +9,16 @@ a call at once, but at the memory addresses of its capture. So a call is recorde
     capture    the call on static memory, on a stream of its own (one for all: cuBLAS keeps a workspace per stream)
     verify     the first replay has to give the bits of the eager call; else this key runs eagerly from then on. So
                graphs change no number
-    replay     copies what is not in static memory yet, and launches the graph
+    replay     copies its inputs into static memory, launches the graph, and copies the results out
 
-All graphs share one memory pool for their temporaries, so any replay may overwrite what another one has left there.
-What is used later lies in static memory:
-
-    inputs     a place for each shape, unless that very tensor was copied there last: rotary tables and masks are copied
-               once per pass, not once per block
-    results    a row of one allocation per kind, such as "output of a pass": as many rows as blocks, each as long as the
-               longest shape so far; a shorter shape uses the beginning of its row. A result is the next graph's input
-               where it lies. If a longer shape comes, the allocation is made anew, and all recordings, which have the
-               old addresses, are dropped (`forget`)
+All graphs share one memory pool for their temporaries, so any replay may overwrite what another one has left there:
+results are copied before the next one. An input has a place for each shape, and is not copied if that very tensor was
+copied there last: rotary tables and masks are copied once per pass, not once per block.
 
 A pool is freed with its last graph. One whose capture has failed may be refused later (machine/gpu.py), so the
 next capture gets a new one.
 """
 
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -42,7 +35,6 @@ from keyhole.model.spare_memory import SpareMemory
 Values = list[Any]
 OTHER_BITS = "a recording gave other bits"
 PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
-NUMBERS = itertools.count(1)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 KNOWN = ("keyhole.", "transformers.utils.output_capturing")  # modules whose hooks are no user's
 
@@ -52,7 +44,6 @@ class Recording:
 
     def __init__(self, graph: Any, result: Any) -> None:
         self.graph, self.result = graph, result
-        self.number = next(NUMBERS)  # no other has it, while the id of an object comes back
         self.kept: list[Any] = []  # of a block's forward: its autograd graph, if that is kept
         self.offers: list[Any] = []  # of a block's reverse: tensors whose products the sink has accepted
 
@@ -87,10 +78,8 @@ class Recorder:
         self.why = ""  # the reason of the last capture that failed
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
-        self.inputs: dict[Hashable, _Place] = {}
-        self.results: dict[Hashable, torch.Tensor] = {}  # [rows, most elements]
-        self.longest: Counter[Hashable] = Counter()  # by place of results: elements of the longest shape so far
-        self.static: set[int] = set()  # addresses of results
+        self.places: dict[Hashable, _Place] = {}
+        self.fixed: set[int] = set()  # their addresses
 
     def is_due(self, kind: Hashable) -> bool:
         """Counts a call; whether it is to be captured or replayed."""
@@ -120,29 +109,25 @@ class Recorder:
             return None
         finally:
             torch.cuda.synchronize(self.device)
-            kept = [*self.results.values(), *(place.memory for place in self.inputs.values())]
-            self.spare.held["static memory"] = sum(memory.nbytes for memory in kept)
+            self.spare.held["static memory"] = sum(place.memory.nbytes for place in self.places.values())
 
     def new_pool(self) -> Any:
         """A pool of memory for temporaries of graphs."""
         return torch.cuda.graph_pool_handle()
 
-    def verified(self, key: Hashable, one: Recording | None, expected: Any) -> Any:
-        """Keeps a recording if its replay gives the expected bits; the result of the call."""
+    def verify(self, key: Hashable, one: Recording | None, expected: Any) -> None:
+        """Keeps a recording if its replay gives the expected bits."""
         self.recordings[key] = None
-        if one is None:
-            return expected
-        if not same_bits(one.replay(), expected):
+        if one is not None and same_bits(one.replay(), expected):
+            self.recordings[key] = one
+        elif one is not None:
             self.why = OTHER_BITS
-            return expected
-        self.recordings[key] = one
-        return one.result
 
     def forget(self) -> None:
         """Drops all recordings, and their static memory."""
         if self.device.type == "cuda":  # the last replay may be running
             torch.cuda.synchronize(self.device)
-        for kept in (self.recordings, self.inputs, self.results, self.static):
+        for kept in (self.recordings, self.seen, self.places, self.fixed):
             kept.clear()
         self.pool = None
         for kind in ("graphs", "kept graphs", "static memory"):
@@ -167,38 +152,20 @@ class Recorder:
 
     # -- static memory ---------------------------------------------------------------------------------------------
 
-    def is_static(self, tensor: torch.Tensor) -> bool:
-        """Whether the next replay may overwrite this tensor."""
-        return tensor.data_ptr() in self.static
-
-    def sources_of(self, values: Values) -> tuple[int, ...]:
-        """Per tensor its address if a replay has written it there; else 0: it will be copied to static memory."""
-        return tuple(t.data_ptr() if self.is_static(t) else 0 for t in tensors_of(values))
+    def is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in static memory."""
+        return tensor.data_ptr() in self.fixed
 
     def copy_in(self, owner: Hashable, values: Values) -> Values:
         """The values with their tensors in static memory. owner: values of other owners lie elsewhere."""
         found = list(values)
         for i, value in enumerate(values):
-            if isinstance(value, torch.Tensor) and not self.is_static(value):
+            if isinstance(value, torch.Tensor):
                 key = (owner, i, value.shape, value.stride(), value.dtype)
-                if key not in self.inputs:
-                    self.inputs[key] = _Place(value)
-                found[i] = self.inputs[key].take(value)
-        return found
-
-    def places_for(self, what: Hashable, row: int, rows: int, like: Values) -> list[torch.Tensor]:
-        """Static memory for the tensors of a result. If it has to grow, all recordings are dropped; what is allocated
-        again has room for the longest shape so far."""
-        found = []
-        for i, tensor in enumerate(like):
-            key = (what, i, tensor.dtype)
-            self.longest[key] = numel = max(self.longest[key], -(-tensor.numel() // 64) * 64)
-            if key not in self.results or self.results[key].shape[1] < numel:
-                if key in self.results:
-                    self.forget()
-                self.results[key] = torch.empty(rows, numel, dtype=tensor.dtype, device=self.device)
-            found.append(self.results[key][row, : tensor.numel()].view(tensor.shape))
-        self.static |= {place.data_ptr() for place in found}
+                if key not in self.places:
+                    self.places[key] = _Place(value)
+                    self.fixed.add(self.places[key].memory.data_ptr())
+                found[i] = self.places[key].take(value)
         return found
 
 
@@ -236,9 +203,9 @@ def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return type(value)(with_tensors(part, tensors) for part in value) if isinstance(value, tuple | list) else value
 
 
-def copy_into(places: list[torch.Tensor], value: Any) -> Any:
-    """The same value with its tensors copied to these places."""
-    return with_tensors(value, iter([place.copy_(x) for place, x in zip(places, tensors_of(value), strict=True)]))
+def copied(value: Any) -> Any:
+    """The same value with copies of its tensors, which no replay overwrites."""
+    return with_tensors(value, iter([tensor.detach().clone() for tensor in tensors_of(value)]))
 
 
 def same_bits(mine: Any, theirs: Any) -> bool:

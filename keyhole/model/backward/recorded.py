@@ -3,9 +3,9 @@
 A block's forward is some forty kernels, its backward three times as many; with a small model or short sequences the
 host, which launches them, is the bottleneck. So each block is recorded once per pass and shape of its inputs:
 
-    forward    static inputs -> static output, which is the next block's static input
-    reverse    static inputs, gradient of the output -> gradient of the input, which goes from block to block through
-               two places that alternate; gradients of matrices in one buffer (UnitGradients, sink.py); the others
+    forward    inputs -> output
+    reverse    inputs, gradient of the output -> gradient of the input; gradients of matrices in one buffer
+               (UnitGradients, sink.py); those of other parameters at addresses of their own
 
 A reverse recomputes its block first. Or, where there is room (activations: auto), the forward is captured together with
 its autograd graph, which the recording holds for good: each replay of the forward fills its activations, and the
@@ -24,8 +24,8 @@ second output would overwrite the first), the user has no hook in it (recorder.p
 but its own, and the sink's `linear` can be recorded (sink.py: any other sink that takes gradients as tensors is wrapped
 in UnitGradients).
 
-Bytes per pass: the inputs of all blocks (which are kept in any case) for the longest shape, two gradients of such an
-input, and in the pool one block's activations; where activations are kept, those of all blocks for every shape.
+Bytes per pass and shape: the static inputs of a block, a gradient, and in the pool one block's activations; where
+activations are kept, inputs and activations of all blocks.
 """
 
 from collections.abc import Callable, Hashable
@@ -50,7 +50,7 @@ from keyhole.model.recorder import (
     Recording,
     UsersHooks,
     Values,
-    copy_into,
+    copied,
     signature_of,
     tensors_of,
 )
@@ -126,8 +126,6 @@ class RecordedBlocks(Recorder):
         super().forget()
         self.ran.clear()
         self.kept_pools.clear()
-        for kind in [one for one in self.seen if one[0] == "reverse" and one[-1]]:  # type: ignore[index]
-            del self.seen[kind]  # of forwards that are dropped
 
     def front_of(self, sink: Sink) -> Sink:
         """The sink itself, or UnitGradients in front of it."""
@@ -147,35 +145,36 @@ class RecordedBlocks(Recorder):
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def first_run(self, visit: KeptInputs) -> Result:
-        """The first run of a visit. Its output is valid until the next forward of the same pass."""
+        """The first run of a visit."""
         turn, block = here = (visit.index, visit.block)
         self.repeats = self.repeats or here in self.visited
         self.visited.add(here)
         self.ran.pop(here, None)
-        if not self._takes(visit):
-            return visit.run_first()
-        values, shapes = visit.values, signature_of(visit.values)
-        kind = ("forward", turn, block, shapes, self._weights(visit))
-        key = (kind, self.sources_of(values))
-        if shapes is None or not self.is_due(kind) or not self.has_room(key):
+        shapes = signature_of(visit.values) if self._takes(visit) else None
+        key = ("forward", turn, block, shapes, self._weights(visit))
+        if shapes is None or not self.is_due(key) or not self.has_room(key):
             return visit.run_first()
         if key not in self.recordings:
-            result = self._record_forward(visit, kind, values)
-        else:
-            self.copy_in(turn, values)
-            one = self.recordings[key]
-            if one is None:
-                return visit.run_first()
-            self.ran[here], result = one, one.replay()
-        return result, []
+            return self._record_forward(visit, key), []
+        one = self.recordings[key]
+        if one is None:
+            return visit.run_first()
+        self._static(visit)
+        self.ran[here] = one
+        return copied(one.replay()), []
 
-    def _record_forward(self, visit: KeptInputs, kind: tuple, values: Values) -> Any:
+    def _static(self, visit: KeptInputs) -> Values:
+        """The visit's inputs in static memory. What has a gradient, such as the hidden states, has a place of the
+        block's own if activations may be kept: the block's graph reads it in the backward pass."""
+        owner = (visit.index, visit.block if self.kept is not None else 0)
+        own = self.copy_in(owner, [v if i in visit.origins else None for i, v in enumerate(visit.values)])
+        rest = self.copy_in(visit.index, [None if i in visit.origins else v for i, v in enumerate(visit.values)])
+        return [mine if i in visit.origins else rest[i] for i, mine in enumerate(own)]
+
+    def _record_forward(self, visit: KeptInputs, key: tuple) -> Any:
         """Runs a block eagerly, and captures it: if there is room, together with its autograd graph."""
         turn, block = here = (visit.index, visit.block)
-        expected = result = visit.run_first()[0]
-        places = self.places_for(("output", turn), block, len(self.parameters), tensors_of(expected))
-        static = self.copy_in(turn, values)
-        key = (kind, self.sources_of(values))  # only now: if memory had to grow, inputs have lost their place
+        expected, static = visit.run_first()[0], self._static(visit)
         self.recordings[key] = None
         if self.kept is not None and self.kept.has_room(self.tokens[turn]):
             # read by tensors with version counters of their own: static memory changes before each use of the graph
@@ -183,22 +182,22 @@ class RecordedBlocks(Recorder):
 
             def run() -> Any:
                 kept[:] = [visit.graph(values, partial(self._run_whole, block))]
-                return copy_into(places, kept[0].result[0])
+                return kept[0].result[0]
 
             run()
             kept.clear()  # else nodes of its parameters, of the ordinary stream, would be those of the captured graph
-            pool = self._kept_pool((turn, kind[3]), block)
-            result = self.verified(key, self.capture(run, pool, "kept graphs"), expected)
+            pool = self._kept_pool((turn, key[3]), block)
+            self.verify(key, self.capture(run, pool, "kept graphs"), expected)
             if (one := self.recordings[key]) is None:  # a pool goes with its last graph
-                self.kept_pools.pop((turn, kind[3]))
+                self.kept_pools.pop((turn, key[3]))
             else:
                 one.kept = kept
         if self.recordings[key] is None:
             visit.run_first(static)
-            result = self.verified(key, self.capture(lambda: copy_into(places, visit.run_first(static)[0])), expected)
+            self.verify(key, self.capture(lambda: visit.run_first(static)[0]), expected)
         if (one := self.recordings[key]) is not None:
             self.ran[here] = one
-        return result
+        return expected
 
     def _run_whole(self, block: int, call: Callable[[], Any]) -> Any:
         """A run of a block whose graph is kept for good: it must not hold what this object holds."""
@@ -221,49 +220,51 @@ class RecordedBlocks(Recorder):
             return False
         ran = self.ran.get((turn, block))
         kept = [] if ran is None else ran.kept
-        read = [] if kept else visit.values  # a graph that was kept has the inputs
-        state = sink.state(self.units_of[block])
-        kind: tuple[Hashable, ...] = ("reverse", turn, block, signature_of([*visit.values, *grads]), state)
-        kind = (*kind, self._weights(visit), ran.number if kept and ran else 0)
-        key = (kind, self.sources_of(read), self.sources_of(grads))
-        if None in kind or not self.is_due(kind) or ran is None or not self.has_room(key):
+        state, shapes = sink.state(self.units_of[block]), signature_of([*visit.values, *grads])
+        key = ("reverse", turn, block, shapes, state, self._weights(visit), bool(kept))
+        if shapes is None or state is None or not self.is_due(key) or ran is None or not self.has_room(key):
             return False
-        found: tuple[Values, Values] | None
         if key not in self.recordings:
-            found = self._record_reverse(visit, sink, kind, read, grads, run_again)
+            found = self._record_reverse(visit, sink, key, kept, grads, run_again)
+            if found is None:
+                return False
         elif (one := self.recordings[key]) is None:
-            found = None
-        else:
-            self.copy_in(turn, read)
-            self.copy_in(("gradient", turn), grads)
-            found = one.replay()
-            sink.replayed([(tensor, gradients.stored[id(tensor.param)]) for tensor in one.offers])
-        if found is None:
             return False
+        else:
+            if not kept:  # a graph that was kept has the inputs
+                self._static(visit)
+            self.copy_in(("gradient", turn), grads)
+            of_inputs, of_parameters = one.replay()
+            found = copied(of_inputs), self.copy_in(("parameter gradient", turn, block), of_parameters)
+            sink.replayed([(tensor, gradients.stored[id(tensor.param)]) for tensor in one.offers])
         for param, grad in zip(self._own(block), found[1], strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad
                 gradients.accumulated(param)
         for origin, grad in zip(visit.origins.values(), found[0], strict=True):
             if grad is not None:
-                below = isinstance(origin, tuple) and origin[0].block == block - 1  # used before it is overwritten
-                pass_on(origin, grad if below or not self.is_static(grad) else grad.clone())
+                pass_on(origin, grad)
         return True
 
     def _own(self, block: int) -> list[nn.Parameter]:
         return [param for param in self.parameters[block] if param.requires_grad]
 
     def _record_reverse(
-        self, visit: KeptInputs, sink: RecordableSink, kind: tuple, read: Values, grads: Values, run_again: RunAgain
+        self,
+        visit: KeptInputs,
+        sink: RecordableSink,
+        key: tuple,
+        kept: list[BlockGraph],
+        grads: Values,
+        run_again: RunAgain,
     ) -> tuple[Values, Values] | None:
         """Runs a backward pass eagerly, and captures it. None: it reaches parameters outside of the block, and nothing
         was done."""
-        turn, block = here = (visit.index, visit.block)
-        own, memory, ran, mark = self._own(block), sink.memory(self.units_of[block]), self.ran[here], sink.mark()
-        kept = [] if read else ran.kept
+        turn, block = visit.index, visit.block
+        own, memory, mark = self._own(block), sink.memory(self.units_of[block]), sink.mark()
         graph = visit.graph(visit.values, run_again)
         if graph.reaches(self.all - {id(param) for param in own}):
-            self.recordings[kind, self.sources_of(read), self.sources_of(grads)] = None
+            self.recordings[key] = None
             return None
         before, self.gradients.offers = [flat.clone() for flat in memory], []
         expected = graph.gradients(grads, own)
@@ -271,24 +272,19 @@ class RecordedBlocks(Recorder):
         del graph  # its nodes of parameters belong to the ordinary stream, and would be those of the captured graph
         after, noted, one = [flat.clone() for flat in memory], sink.mark(), None
         if sum(g.numel() for g in tensors_of(expected[1])) <= MOST_PARAMETERS:
-            places = self.places_for(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
-            more = self.places_for(("parameter gradient", turn, block), 0, 1, tensors_of(expected[1]))
-            if kept and self.ran.get(here) is not ran:  # memory has grown: the forward is dropped
-                return expected
-            inputs, of_outputs = self.copy_in(turn, read), self.copy_in(("gradient", turn), grads)
+            inputs = [] if kept else self._static(visit)
+            of_outputs = self.copy_in(("gradient", turn), grads)
 
             def run() -> tuple[Values, Values]:
                 sink.rewind(mark)
                 made = kept[0] if kept else visit.graph(inputs, run_again)
-                of_inputs, of_parameters = made.gradients(of_outputs, own, keep=bool(kept))
-                return copy_into(places, of_inputs), copy_into(more, of_parameters)
+                return made.gradients(of_outputs, own, keep=bool(kept))
 
             run()
             for flat, old in zip(memory, before, strict=True):
                 flat.copy_(old)
             one = self.capture(run)
-        key = (kind, self.sources_of(read), self.sources_of(grads))  # only now: see `_record_forward`
-        result = self.verified(key, one, expected)
+        self.verify(key, one, expected)
         if one is not None:
             one.offers = offers
         if self.recordings[key] is not None and not all(map(torch.equal, memory, after)):
@@ -298,4 +294,4 @@ class RecordedBlocks(Recorder):
         for flat, new in zip(memory, after, strict=True):
             flat.copy_(new)
         sink.rewind(noted)  # the run that is captured may have been aborted
-        return result
+        return expected

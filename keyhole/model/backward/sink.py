@@ -322,7 +322,7 @@ class UnitGradients(RecordableSink):
             self.sink.gradients_together(others)
 
     def _is_fixed(self, grad: torch.Tensor) -> bool:
-        return grad._base is self.buffer or self.recorded.is_static(grad)
+        return grad._base is self.buffer or self.recorded.is_fixed(grad)
 
     def finished(self, unit: Unit) -> bool:
         """Hands over the gradients received for the unit."""

@@ -178,7 +178,7 @@ def test_a_pool_whose_last_graph_is_gone_is_not_used_again(monkeypatch: pytest.M
     monkeypatch.setattr(Recorder, "capture_begin", lambda self, pool, **_: used.append(pool) or self.__enter__())
     recorded, x = recorder.Recorder(SpareMemory(None, torch.device("cpu")), most=9), torch.ones(4)
     for key, run in enumerate((lambda: x + torch.rand(4), lambda: 2 * x)):
-        recorded.verified(key, recorded.capture(run), run())
+        recorded.verify(key, recorded.capture(run), run())
     assert [one is not None for one in recorded.recordings.values()] == [False, True]
     assert used[0] != used[1]
 
