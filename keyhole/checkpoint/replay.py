@@ -5,8 +5,7 @@ the whole journal, and the time is that of the update kernels alone.
 
 `keyhole replay BASE JOURNAL OUT` needs no GPU and no data, only base weights with the right content hash, the journal,
 and with zo.guide the directory `directions` beside it. A journal that was cut between two records looks like that of a
-shorter run: it is refused if a checkpoint of a later step lies beside it, which is written only after the records
-before it; one that was copied alone is compared with the max_steps in its header.
+shorter run: it is compared with the max_steps in its header.
 
 A journal that begins at a checkpoint needs that checkpoint as its base; with zo.rank its factors are loaded too. If it
 is a light one, which holds no weights of blocks, these are read from the model that its run began with.
@@ -16,7 +15,6 @@ weights to the bit on every device, because noise and update give the same bits 
 ops/zo/element.py).
 """
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,14 +26,12 @@ import torch
 from keyhole import assets
 from keyhole.checkpoint import journal
 from keyhole.checkpoint.journal import LIGHT, Header, Journal, Record, check_journal, check_out
-from keyhole.checkpoint.select import checkpoints
 from keyhole.checkpoint.state import Damaged, State, read_state
 from keyhole.checkpoint.writer import method_state
 from keyhole.disk.json_text import Json
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load
-from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
 from keyhole.methods.zo.method import ZO
@@ -44,8 +40,6 @@ from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.source import find_directory
 from keyhole.model.weights import save as hf
-from keyhole.ops.noise.words import DISTRIBUTIONS
-from keyhole.ops.rounding.round import ROUNDINGS
 
 Say = Callable[[str], None]
 
@@ -103,7 +97,6 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         keep_directions(method, path, header.run)
         if state is not None:
             method.load_state_dict(method_state(Path(find_directory(base)), state))
-        _refuse_full_disk(out, model)
         content = f"content {header.base[:12]}, as recorded" if source == base else f"over the weights of {source}"
         say(f"base: {base}, {content}")
         numel = model.layout.numel
@@ -170,17 +163,6 @@ def _source(header: Header, base: str) -> tuple[str, State | None]:
     return original, state
 
 
-def _refuse_full_disk(out: Path, model: Model) -> None:
-    """Before the work: refuses a disk without room for the weights."""
-    place = next(place for place in (out, *out.absolute().parents) if place.exists())
-    need, free = model.layout.numel * model.dtype.itemsize, shutil.disk_usage(place).free
-    if need > free:
-        raise UserError(
-            f"OUT: the model takes {need / GIB:.2f} GiB, and {out} has {free / GIB:.2f} GiB free; free some space, or "
-            "name a directory on another disk"
-        )
-
-
 def read_whole(path: Path, steps: int | None) -> Journal:
     """Reads a journal that covers `steps`; an incomplete last record is dropped, other damage is refused."""
     try:
@@ -190,8 +172,6 @@ def read_whole(path: Path, steps: int | None) -> Journal:
     way_on = f"--steps {found.last} rebuilds the weights up to there" if found.records else "no step is left"
     if found.fault and not found.torn and (steps is None or steps > found.last):
         raise UserError(f"JOURNAL: {path} is damaged: {found.fault}; {way_on}")
-    if steps is None and (later := _later_checkpoint(path, found)) is not None:
-        raise UserError(f"JOURNAL: {path} is cut: it ends with step {found.last}, and {later} is of its run; {way_on}")
     if steps is not None and not found.header.first < steps <= found.last:
         raise UserError(f"--steps: {steps} is not in the journal, which holds {found.header.first + 1} to {found.last}")
     if not found.records:
@@ -199,27 +179,8 @@ def read_whole(path: Path, steps: int | None) -> Journal:
     return found
 
 
-def _later_checkpoint(path: Path, found: Journal) -> Path | None:
-    """A checkpoint in the output directory of a journal that shows that its run had more steps."""
-    run = path.resolve().parent
-    for checkpoint in reversed(checkpoints(run.parent) if run.name == "run" else []):
-        try:
-            state = read_state(checkpoint)
-        except (Damaged, UserError):
-            continue
-        if state.run == found.header.run and state.step > found.last:
-            return checkpoint
-    return None
-
-
 def method_of(header: Header, model: Model) -> ZO:
     """The method with the settings of the run."""
-    for name, asked, known in (
-        ("distribution", header.distribution, DISTRIBUTIONS),
-        ("rounding", header.rounding, ROUNDINGS),
-    ):
-        if asked not in known:
-            raise UserError(f"JOURNAL: its header has {name}={asked}, which is none of {', '.join(known)}")
     frozen = set(header.frozen)
     for tensor in model.layout.tensors:
         tensor.param.requires_grad_(tensor.name not in frozen)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from keyhole.checkpoint import journal, select
 from keyhole.checkpoint.journal import Journal, Record, Writer
-from keyhole.checkpoint.state import MOST_STEPS, State
+from keyhole.checkpoint.state import State
 from keyhole.disk.json_text import Json
 from keyhole.disk.weights_hash import content_hash, stored_weights
 from keyhole.errors import UserError
@@ -98,16 +98,7 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
             f"--resume: {place.root} holds a finished model, and no checkpoint that its run could go on from: a new "
             f"run would write over it. Choose another output_dir (model={place.root} trains on), or move the model away"
         )
-    origin = Origin(choice, found, tail, notes, elsewhere)
-    if origin.state is not None:
-        epoch, row, rows = (origin.loader.get(key, -1) for key in ("epoch", "offset", "rows"))
-        whole = all(type(number) is int for number in (epoch, row, rows)) and "fingerprint" in origin.loader
-        if not whole or not (0 <= epoch <= MOST_STEPS and 0 <= row < max(1, rows)):
-            raise UserError(
-                f"--resume: the position in the data cannot be true (epoch {epoch}, row {row} of {rows}); the "
-                "checkpoint or journal was edited: go on from another one"
-            )
-    return origin
+    return Origin(choice, found, tail, notes, elsewhere)
 
 
 def _read(path: Path) -> tuple[Journal | None, list[str]]:

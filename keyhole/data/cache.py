@@ -13,24 +13,34 @@ were hashed. Hub ids are not cached here: `datasets` has its own cache.
 """
 
 import hashlib
-import io
 import json
 import os
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from keyhole.data.examples import AUTO
-from keyhole.disk import user_cache
-from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files, versions
+from keyhole.disk.files import open_regular, replacing
+from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files, trim, versions
 from keyhole.errors import UserError
 
 FORMAT, SUFFIX = 3, ".keyhole-data"
 LEAST_BYTES = 2**16  # smaller files are read fast enough
-DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, zipfile.BadZipFile)
+DAMAGED = (
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+    zipfile.BadZipFile,
+)
 
 About = dict[str, Any]  # what goes into JSON
 Arrays = Mapping[str, np.ndarray]
@@ -59,8 +69,11 @@ def kept(
     digest.update(digest_of_files(names))
     path = directory / f"{digest.hexdigest()}{SUFFIX}"
     try:
-        with np.load(io.BytesIO(user_cache.read_entry(path))) as entry:
-            found = dict(entry)
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+            with suppress(OSError):
+                os.utime(file.fileno())  # the most recently used entry now
+            with np.load(file) as entry:
+                found = dict(entry)
         return unpack(json.loads(found.pop("about").tobytes()), found), path
     except DAMAGED:
         pass  # missing, damaged or not ours
@@ -69,11 +82,11 @@ def kept(
         return made, None  # a file was written to meanwhile: this may not be what the bytes in the key make
     try:
         about, arrays = pack(made)
-        content = io.BytesIO()
-        np.savez(content, allow_pickle=False, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
-        user_cache.write_entry(path, [content.getbuffer()])
+        directory.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            np.savez(file, allow_pickle=False, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
         if str(asked) == AUTO:
-            user_cache.trim(directory, SUFFIX)
+            trim(directory, SUFFIX)
     except OSError as error:
         if str(asked) != AUTO:
             raise UserError(f"data_cache: cannot write to {directory}: {error.strerror or error}") from None

@@ -3,24 +3,20 @@
     $KEYHOLE_CACHE, or $XDG_CACHE_HOME/keyhole, or ~/.cache/keyhole
 
 The cache may be deleted at any time: an entry that is missing, damaged or not writable is recomputed. Entries are named
-by a hash of everything that they depend on, are put in place with one rename, and end with a BLAKE2b-128 of their
-bytes, so concurrent processes need no lock: they write the same bytes, and the last rename wins. Reading an entry
-updates its time; after each write the least recently used entries are deleted until the rest takes at most MOST_BYTES.
+by a hash of everything that they depend on, are put in place with one rename, and have checksums of their own, so
+concurrent processes need no lock: they write the same bytes, and the last rename wins. Reading an entry updates its
+time; after each write the least recently used entries are deleted until the rest takes at most MOST_BYTES.
 """
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from keyhole.disk.files import open_regular, remove
-
 MOST_BYTES = 4 * 2**30  # limit for all entries of one kind
 DIGEST_BYTES = 16
-WRITING = ".writing-"
 
 
 def cache_directory(kind: str) -> Path | None:
@@ -30,46 +26,13 @@ def cache_directory(kind: str) -> Path | None:
     return root / kind if root.is_absolute() else None
 
 
-def write_entry(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Writes an entry atomically; OSError if that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove(path)  # an unreadable entry, of any file type
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)
-    try:
-        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        with os.fdopen(descriptor, "wb") as file:
-            for part in parts:
-                digest.update(part)
-                file.write(part)
-            file.write(digest.digest())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def read_entry(path: Path) -> bytearray:
-    """The content of an entry, which is then the most recently used one. OSError if there is none, ValueError if it is
-    damaged."""
-    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
-        with suppress(OSError):
-            os.utime(file.fileno())
-        content = bytearray(file.read())
-    end = max(0, len(content) - DIGEST_BYTES)
-    if hashlib.blake2b(memoryview(content)[:end], digest_size=DIGEST_BYTES).digest() != content[end:]:
-        raise ValueError("damaged")
-    del content[end:]
-    return content
-
-
 def trim(directory: Path, suffix: str, most_bytes: int = MOST_BYTES) -> None:
     """Deletes the least recently used entries, until the rest takes at most most_bytes. Files without the suffix of
     entries are not ours (KEYHOLE_CACHE may name a directory whose data/ is the user's), and stay."""
     found = []
     with suppress(OSError):
         for entry in os.scandir(directory):
-            if not entry.name.endswith(suffix) and not entry.name.startswith(WRITING):
+            if not entry.name.endswith((suffix, f"{suffix}.tmp")):  # the latter is left by a killed process
                 continue
             with suppress(OSError):  # already deleted by another process
                 about = entry.stat(follow_symlinks=False)

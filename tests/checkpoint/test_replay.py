@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace as changed
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from keyhole.checkpoint import journal
-from keyhole.checkpoint import replay as replays
 from keyhole.checkpoint.replay import replay
 from keyhole.cli import app
 from keyhole.config import TrainConfig, resolve
@@ -148,31 +146,18 @@ def test_a_last_record_that_is_damaged_or_cut_off_is_told(run: Callable, tiny_mo
 
 
 def test_a_journal_that_is_cut_between_two_records(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
-    """It is a journal of fewer steps; the checkpoint beside it says that there were more, and its header
-    how many there were to be."""
+    """It is a journal of fewer steps; its header says how many there were to be."""
     root, told = Path(run().output_dir), list[str]()
-    path, alone = root / "run" / "journal", tmp_path / "alone"
+    path = root / "run" / "journal"
     size = (path.stat().st_size - journal.read(path).begin) // 5
     path.write_bytes(path.read_bytes()[: -3 * size])
-    with pytest.raises(UserError, match=r"is cut: it ends with step 2, and .*checkpoint-5 is of its run; --steps 2"):
-        replay(str(tiny_model), root, tmp_path / "again", device="cpu", say=told.append)
-    assert not (tmp_path / "again").exists() and not told
-    assert replay(str(tiny_model), path, tmp_path / "to 2", steps=2, device="cpu", say=told.append).steps == 2
-    shutil.copy(path, alone)
-    assert replay(str(tiny_model), alone, tmp_path / "again", device="cpu", say=told.append).steps == 2
+    assert replay(str(tiny_model), path, tmp_path / "again", device="cpu", say=told.append).steps == 2
     assert "the journal ends with step 2, and its run had max_steps=5: it was stopped, or is cut" in told
 
 
-def test_a_full_disk_is_refused_before_the_replay_and_named_after_it(
-    run: Callable, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named(run: Callable, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of a model that could not be written; the same command works once there is room."""
     root, out = Path(run().output_dir), tmp_path / "again"
-    with monkeypatch.context() as patch:
-        patch.setattr(replays.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        patch.setattr(replays, "apply_records", lambda *args: pytest.fail("the work was begun"))
-        with pytest.raises(UserError, match="OUT: the model takes .* GiB, and .* has 0.00 GiB free"):
-            replay(str(tiny_model), root, out, device="cpu")
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
