@@ -19,7 +19,6 @@ import pytest
 from hypothesis import settings
 
 from keyhole.machine.host import cpu_has_bf16
-from keyhole.report.story import Answers
 from tests.matrix import mark_the_rest
 from tests.noise import draw_once
 
@@ -143,7 +142,6 @@ def waits_for_the_disk(
 
 STAND_INS: dict[str, tuple[str, Callable[..., Any]]] = {
     "keyhole.training.reports.plot_loss": ("picture", lambda metrics, picture, *about: picture.write_bytes(b"") == 0),
-    "keyhole.training.evaluation.generated": ("answers", lambda model, dataset, step, *about: Answers(step, "")),
 }
 
 
@@ -167,8 +165,7 @@ def real_functions() -> Iterator[dict[str, Callable[..., Any]]]:
 
 @pytest.fixture(autouse=True)
 def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, real_functions: dict[str, Any]) -> None:
-    """A run's curve is an empty file, but in tests with the mark `picture`, and prompts for its page are not answered,
-    but in those with the mark `answers`: both cost more than a short run."""
+    """A run's curve is an empty file, but in tests with the mark `picture`: it costs more than a short run."""
     stand_in(monkeypatch, request.keywords, real_functions)
 
 

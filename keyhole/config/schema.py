@@ -177,7 +177,7 @@ class RunConfig:
     logging_steps: Count = setting(1, "Steps between printed lines (run/metrics.jsonl has every step).")
     eval_steps: Count | None = setting(None, "Steps between evaluations; null = only at the end.")
     sample_answers: Annotated[int, Limit(0, 20)] = setting(3,
-        "Sample answers on the run's page (run/report.html) per evaluation, if they are cheap; 0 = none.")
+        "Answers to dev questions of tasks on the run's page (run/report.html) per evaluation; 0 = none.")
     load_best_model_at_end: bool = setting(False,
         "Publish the weights of the best evaluation instead of the last ones; each new best is saved, and kept.")
     metric_for_best_model: str | None = setting(None,

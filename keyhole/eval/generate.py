@@ -96,12 +96,10 @@ def answer_prompts(
     prompts: list[list[int]],
     new: int,
     stop: Sequence[str] = (),
-    max_time: float | None = None,
     settings: dict[str, Any] = PLAIN,
     apart: bool = False,
 ) -> list[str]:
-    """The answers to one batch of prompts, of at most `new` tokens each. max_time: seconds after which generation ends;
-    settings: of Transformers' generation; apart: an answer becomes text without its prompt, as in other programs."""
+    """The answers to one batch of prompts, of at most `new` tokens each. settings: of Transformers' generation; apart: an answer becomes text without its prompt, as in other programs."""
     tokenizer, own = model.tokenizer, model.module.generation_config
     width = max(map(len, prompts))
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
@@ -111,7 +109,6 @@ def answer_prompts(
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
     options: dict[str, Any] = settings | {"max_new_tokens": new, "pad_token_id": pad, "eos_token_id": ends}
     options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
-    options |= {} if max_time is None else {"max_time": max_time}
     try:
         with _without_own(model.module) if settings is PLAIN else nullcontext():
             made = model.generate(ids, mask, **options)[:, width:]

@@ -1,25 +1,16 @@
 """Evaluations during a run, and what follows from them: the best step's weights, the end by patience, the published
-model and its test; and answers of the model for the run's page: what training does to what the model says.
+model and its test; and the model's answers to the first dev questions of tasks, for the run's page.
 
 The published model is scored on the test questions of the run's tasks. If no model is saved (save_model: false), the
 best weights could not be loaded again, so they are tested as soon as a step is the best so far.
-
-Answers of tasks are a by-product of scoring. For other data the model generates greedy answers to a few prompts, if
-that is cheap: in the memory that a step leaves free, within SHARE of the time since the last evaluation (at least
-LEAST_S seconds), and only if ANSWER_TOKENS tokens fit into that time, where a token is assumed to take as long as a
-step. A failure there does not end the run (reports.py).
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.data.capacity import context_length
-from keyhole.data.dataset import Dataset
 from keyhole.data.tasks.question import Question, Task
 from keyhole.eval.choices import ClassScore, TaskScore
-from keyhole.eval.generate import answer_prompts
 from keyhole.eval.score import AnswerScore, Score
-from keyhole.model.model import Model
 from keyhole.report.story import Answer, Answers
 from keyhole.training.metrics import Reading
 from keyhole.training.records import MetricsFile
@@ -30,8 +21,6 @@ from keyhole.training.validation import EVAL, TEST, Selection, evaluate, shown, 
 
 MOST_ANSWERS = 20  # of all tasks, for the page
 MOST_CHARACTERS = 600
-MOST_PROMPT, OPENING, NEW_TOKENS, LEAST_NEW, ANSWER_TOKENS = 384, 12, 48, 4, 4
-SHARE, LEAST_S, MOST_S = 0.05, 2.0, 30.0
 
 
 @dataclass
@@ -45,7 +34,6 @@ class Evaluation(Observer):
     saver: Saver
     gave_up: bool = False
     last: dict[str, Any] | None = None
-    answered_s: float = 0.0  # seconds of training when answers were last generated
 
     def after_step(self) -> None:
         """Evaluates where that is due, and keeps the weights of the best step so far."""
@@ -83,17 +71,8 @@ class Evaluation(Observer):
             run.note(Reading({"step": run.done, **found}))
             scores = f"; {text}" if (text := shown(found, EVAL)) else ""
             run.say(f"eval at step {run.done}: {shown_loss(found)}{scores}")
-            self.reports.tell("sample answers", lambda: self._show(answers))
-
-    def _show(self, answers: Answers) -> None:
-        """Sends answers to the page: those of tasks, or generated answers to prompts of the held-out data."""
-        held_out, count = self.run.data.eval.dataset, self.run.config.sample_answers
-        if not answers.rows and held_out is not None and count:
-            curves = self.reports.page.view.curves
-            since_s, self.answered_s = curves.seconds - self.answered_s, curves.seconds
-            answers = generated(self.run.model, held_out, answers.step, count, since_s, curves.step_seconds or 0.0)
-        if answers.rows:
-            self.reports.page.story.answered(answers)
+            if answers.rows:
+                self.reports.page.story.answered(answers)
 
     def test(self, step: int) -> None:
         """The tasks' metrics on the test questions, with the weights of this step, which are loaded unless the run has
@@ -179,51 +158,3 @@ def _cut(text: str) -> str:
 def _end(text: str) -> str:
     """The end of a prompt, where the question is."""
     return text if len(text) <= MOST_CHARACTERS else f"… {text[-MOST_CHARACTERS:]}"
-
-
-def generated(model: Model, dataset: Dataset, step: int, count: int, since_s: float, step_s: float) -> Answers:
-    """Greedy answers to the first prompts of a data set; none if that is not cheap. since_s: seconds of training
-    since the last answers; step_s: seconds of one step."""
-    allowed_s, tokenizer = min(MOST_S, max(LEAST_S, SHARE * since_s)), model.tokenizer
-    if model.classifies or tokenizer is None or model.ranks.several or ANSWER_TOKENS * step_s > allowed_s:
-        return Answers(step, "")
-    longest = context_length(model.config) or MOST_PROMPT + NEW_TOKENS
-    found = (_asked(dataset, i) for i in range(min(20 * count, len(dataset))))
-    rows = [row for row in found if row is not None and len(row[0]) + LEAST_NEW <= longest][:count]
-    while rows and not _fits(model, rows):
-        rows.pop()
-    if not rows:
-        return Answers(step, "")
-    room = longest - max(len(prompt) for prompt, _ in rows)  # a position beyond a learned table ends in a CUDA error
-    new = min(NEW_TOKENS, max(len(expected) for _, expected in rows) + 4, room)
-    made = Answers(step, f"greedy, at most {new} tokens and {allowed_s:.0f} s")
-    texts = answer_prompts(model, [prompt for prompt, _ in rows], new, max_time=allowed_s)
-    for (prompt, expected), said in zip(rows, texts, strict=True):
-        right = tokenizer.decode(expected, skip_special_tokens=True)
-        same = True if said.strip() == right.strip() else None  # a different answer is not necessarily wrong
-        made.rows.append(Answer(_end(tokenizer.decode(prompt)), _cut(said), _cut(right), same))
-    return made
-
-
-def _asked(dataset: Dataset, index: int) -> tuple[list[int], list[int]] | None:
-    """The prompt of a row and its answer in the data; None if it is too long, or has no prompt."""
-    row = dataset.rows[index]
-    sample = row[0] if dataset.right is None else row[dataset.right[index]]
-    part = slice(dataset.starts[sample], dataset.starts[sample + 1])
-    ids, trained = dataset.ids[part].tolist(), dataset.trained[part].tolist()
-    if True not in trained:
-        return None
-    begin = trained.index(True)
-    begin = begin if begin > 1 else min(OPENING, len(ids) - 1)  # plain text: its beginning is the prompt
-    end = next((i for i in range(begin, len(ids)) if not trained[i]), len(ids))
-    return (ids[:begin], ids[begin:end]) if 0 < begin <= MOST_PROMPT else None
-
-
-def _fits(model: Model, rows: list[tuple[list[int], list[int]]]) -> bool:
-    """Whether the tokens and their KV cache fit into the GPU memory that the finished training step used."""
-    if model.device.type != "cuda":
-        return True
-    assert model.placed is not None
-    tokens, config = len(rows) * (max(len(prompt) for prompt, _ in rows) + NEW_TOKENS), model.config.get_text_config()
-    cached = 2 * config.num_hidden_layers * config.hidden_size * tokens * model.dtype.itemsize
-    return bool(tokens <= model.placed.work.tokens and cached <= model.placed.device_bytes.during_a_step)

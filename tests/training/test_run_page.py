@@ -1,30 +1,25 @@
 """The page of a run: there from the start, the same as its files say, and never in the way."""
 
-import json
 import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import keyhole
 from keyhole.config import TrainConfig, resolve
-from keyhole.data.dataset import Dataset
 from keyhole.errors import NonFinite
 from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
 from keyhole.report.story import Story, View, read_story, read_view
 from keyhole.training import loop, model_and_method, reports
-from keyhole.training.evaluation import generated
 from keyhole.training.reports import EVERY_S, RunPage
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
 
-pytestmark = pytest.mark.answers
 CROSSING = partial(keyhole.load, reuse_slots=False)  # two units would stay in their slots
 
 
@@ -45,7 +40,7 @@ def story(config: TrainConfig) -> Story:
 def test_there_before_the_first_step_and_up_to_date_after_the_last(
     make: Make, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins with what was decided and ends with curves, a trace, the data, answers and the result; what the run
+    """It begins with what was decided and ends with curves, a trace, the data and the result; what the run
     wrote is what `keyhole report` makes of its files."""
     monkeypatch.setattr(model_and_method, "load", CROSSING)
     config, real, seen = make(method="lomo", eval_data=str(tiny_data), placement="stream"), loop.Leader.step, []
@@ -59,7 +54,7 @@ def test_there_before_the_first_step_and_up_to_date_after_the_last(
     assert "Running" in seen[0] and "http-equiv" in seen[0] and "What was decided" in seen[0] and "<dt>dtype" in seen[0]
     last = page(config)
     assert "<b>Done</b>: 6 steps" in last and "http-equiv" not in last
-    for heading in ("Curves", "Where the time of a step goes", "The data", "Sample answers", "What happened"):
+    for heading in ("Curves", "Where the time of a step goes", "The data", "What happened"):
         assert f"<h2>{heading}</h2>" in last, heading
     assert last == make_page(read_view(directory(config)))
     told = story(config)
@@ -67,11 +62,10 @@ def test_there_before_the_first_step_and_up_to_date_after_the_last(
     assert told.measured["up_bytes"] > 0 and told.measured["down_bytes"] > 0
     trained = [word for sample in told.samples for on, words in sample.runs if on for word in words]
     assert "".join(trained).startswith("2<|end|>")
-    assert [row.expected for row in told.answers[-1].rows] == ["2", "6", "12"]
 
 
 def test_a_run_that_goes_on_has_one_page(make: Make, stop_after: Callable[..., None], tiny_data: Path) -> None:
-    """Stopped after step 3 and resumed: the curves have all steps, and the answers of before stay."""
+    """Stopped after step 3 and resumed: the curves have all steps."""
     config = make(eval_data=str(tiny_data), eval_steps=2)
     stop_after(3, signal.SIGTERM)
     assert train(config) == 130
@@ -80,7 +74,6 @@ def test_a_run_that_goes_on_has_one_page(make: Make, stop_after: Callable[..., N
     assert train(config, resume="") == 0
     view = read_view(directory(config))
     assert view.curves.steps == 6 and view.story.state == "done" and view.story.began == began
-    assert [each.step for each in view.story.answers] == [2, 4, 6]
     assert page(config) == make_page(view)
 
 
@@ -169,36 +162,3 @@ def test_a_step_is_traced_on_a_gpu(make: Make, method: str, monkeypatch: pytest.
     assert all(0 <= seconds <= told.traced_s * 3 for seconds in told.lanes.values())
     assert told.planned.device_bytes > 0 and told.measured["device_bytes"] > 0
     assert "GPU, planned" in page(config) and "GPU, measured" in page(config)
-
-
-@pytest.mark.parametrize(
-    ("row", "prompt", "expected"),
-    [
-        ({"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes"}]}, "Hi?", "Yes"),
-        ({"text": "Once upon a time there was a fox."}, "Once upon a ", "time there was a fox."),
-    ],
-)
-def test_chats_and_texts_are_answered(
-    make: Make, tmp_path: Path, row: dict[str, Any], prompt: str, expected: str
-) -> None:
-    """The model is asked what the data ask, up to the first answer; of a text, its opening."""
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
-    config = make(max_steps=1, train_data=str(file), eval_data=str(file), sample_answers=1)
-    assert train(config) == 0
-    (answer,) = story(config).answers[0].rows
-    assert prompt in answer.prompt and expected not in answer.prompt and answer.expected == expected
-
-
-@pytest.mark.parametrize(("length", "told"), [(20, 1), (250, 1), (255, 0)])
-def test_answers_stay_within_the_context(tiny_model: Path, length: int, told: int) -> None:
-    """A row as long as the context has no room for an answer: a position too many is a CUDA error, which no page is
-    worth."""
-    model, seen = keyhole.load(tiny_model, device="cpu"), []
-    generate = model.generate
-    model.generate = lambda ids, mask, **options: (
-        seen.append(ids.shape[1] + options["max_new_tokens"]) or generate(ids, mask, **options)
-    )
-    dataset = Dataset([np.full(256, 5, dtype=np.int32)], [np.arange(256) >= length])
-    answers = generated(model, dataset, 1, 1, 0.0, 0.0)
-    assert len(answers.rows) == len(seen) == told and all(width <= 256 for width in seen)
