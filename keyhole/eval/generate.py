@@ -99,7 +99,8 @@ def answer_prompts(
     settings: dict[str, Any] = PLAIN,
     apart: bool = False,
 ) -> list[str]:
-    """The answers to one batch of prompts, of at most `new` tokens each. settings: of Transformers' generation; apart: an answer becomes text without its prompt, as in other programs."""
+    """The answers to one batch of prompts, of at most `new` tokens each. settings: of Transformers' generation; apart:
+    an answer becomes text without its prompt, as in other programs."""
     tokenizer, own = model.tokenizer, model.module.generation_config
     width = max(map(len, prompts))
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
