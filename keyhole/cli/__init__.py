@@ -13,25 +13,20 @@ function, so that `keyhole --help` starts without torch. Exit codes:
     1    a bug in keyhole: a traceback, and a request for the output of `keyhole env`
     130  interrupted, or the reader of the output has gone (training saves first)
 
-Ctrl-C outside of the training loop ends the command at once. Inside of an import, KeyboardInterrupt is not safe:
-libraries catch it, and leave a half-imported module behind, which fails later with an error that looks like a bug
-(torch does so with numpy). So a Ctrl-C that comes during an import ends the process on the spot. Nothing is lost by
-that: files are complete before they get their names (disk/files.py), and during training other handlers are in force
-(training/signals.py).
+Ctrl-C outside of the training loop ends the command at once, during the imports of the large libraries even without an
+exception (machine/collector.py). Nothing is lost by that: files are complete before they get their names
+(disk/files.py), and during training other handlers are in force (training/signals.py).
 """
 
 import errno
 import io
 import logging
 import os
-import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -45,7 +40,6 @@ from keyhole.training.signals import EXIT_INTERRUPTED
 
 SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "report", "push", "bench", "demo")  # not for ranks
 MOST_OF_A_BUG = 100_000  # characters
-IMPORTERS = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 UsageError: Any = typer.BadParameter.__mro__[1]  # click's class, found through typer
 
 app = typer.Typer(
@@ -87,7 +81,7 @@ def main(args: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if args is None else args
         if words and words[0] in SOLITARY:
             refuse_several(f"keyhole {words[0]}")
-        with _clean_logs(), _safe_imports():
+        with _clean_logs():
             code = _run(words)
             sys.stdout.flush()
         return code
@@ -147,32 +141,6 @@ def _limit_met(error: Exception) -> str | None:
             )
         each = each.__cause__ or each.__context__
     return None if lacks is None else f"{printable(lacks)}; what was saved before is intact"
-
-
-@contextmanager
-def _safe_imports() -> Iterator[None]:
-    """A context in which Ctrl-C leaves no module half-imported. Handlers other than Python's own stay."""
-    main_thread = threading.current_thread() is threading.main_thread()
-    if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _hear)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _hear(number: int, frame: FrameType | None) -> None:
-    while frame is not None:
-        if frame.f_code.co_filename in IMPORTERS:
-            with suppress(Exception):  # the import may have been one of a print
-                sys.stdout.flush()
-            with suppress(OSError):
-                os.write(2, b"keyhole: interrupted\n")
-            os._exit(EXIT_INTERRUPTED)
-        frame = frame.f_back
-    raise KeyboardInterrupt
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 
 import keyhole.cli
 from keyhole.cli import main
+from keyhole.machine.collector import imports
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +47,13 @@ def test_ctrl_c_in_an_import_leaves_no_half_module(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
+    def importing(words: object) -> int:
+        with imports():
+            import half_a_module  # noqa: F401
+        return 0
+
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(keyhole.cli, "_run", lambda words: __import__("half_a_module") and 0)
+    monkeypatch.setattr(keyhole.cli, "_run", importing)
     assert main(["env"]) == 130
     assert "keyhole: interrupted" in capfd.readouterr().err and "half_a_module" not in sys.modules
 

@@ -116,21 +116,6 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("args", HELP)
-def test_help_and_recipes_do_not_import_torch(args: tuple[str, ...]) -> None:
-    """What needs no model starts at once, also where torch is broken."""
-    code, out, err = without_torch()[args]
-    assert code == 0, err
-    assert out
-
-
-@pytest.mark.parametrize(("args", "says"), MISTAKES)
-def test_a_mistake_in_the_settings_is_told_without_torch(args: tuple[str, ...], says: str) -> None:
-    """What can be refused without a model is refused at once: torch takes seconds to import."""
-    code, _, err = without_torch()[args]
-    assert code == 2 and says in err, err
-
-
 def test_a_user_error_is_one_message_and_exit_2() -> None:
     """In a real process: the message on stderr, no traceback, nothing on stdout."""
     done = run("train", "no-such-config.yaml")

@@ -38,17 +38,6 @@ def test_a_directory_without_weights_is_planned(
     assert all(row["tokens_per_second"] == pytest.approx(256 / row["step_seconds"]) for row in found)
 
 
-def test_a_plan_that_takes_longer_says_so(
-    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once, on stderr, and only if there is no answer after some seconds."""
-    for quiet_s, count in ((0.0, 1), (600.0, 0)):
-        monkeypatch.setattr("keyhole.cli.plan.QUIET_S", quiet_s)
-        assert main(["plan", str(directory), "--machine", "laptop", "--json"]) == 0
-        told = capsys.readouterr()
-        assert told.err.count("still planning") == count and json.loads(told.out)
-
-
 def test_a_config_brings_its_settings(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Batches and the method's settings are those of the file; the row it asks for is judged."""
     config = tmp_path / "my.yaml"

@@ -151,28 +151,3 @@ def test_an_unknown_argument_is_answered_with_its_place(tmp_path: Path, name: st
     args = KeyholeArguments(str(tmp_path), use_cpu=True, report_to=[], method="sgd", learning_rate=1e-2)
     with pytest.raises(UserError, match=says):
         KeyholeTrainer("demo", args, **{name: "embeddings"})
-
-
-def test_a_trainer_takes_its_own_arguments(tmp_path: Path) -> None:
-    class Own(Trainer):
-        def __init__(self, *args: Any, freeze: str, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.frozen = freeze
-
-    class Both(KeyholeMixin, Own):
-        pass
-
-    args = KeyholeArguments(str(tmp_path), use_cpu=True, report_to=[], method="sgd", learning_rate=1e-2)
-    assert Both("demo", args, freeze="mine").frozen == "mine"
-    with pytest.raises(UserError, match="head: give it to keyhole.load"):
-        Both("demo", args, freeze="mine", head="classification")
-
-    class Popping(Trainer):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self.mine = options.pop("head", None)
-            super().__init__(*args, **options)
-
-    class Further(KeyholeMixin, Popping):
-        pass
-
-    assert Further("demo", args, head="mine").mine == "mine"

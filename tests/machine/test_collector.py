@@ -24,23 +24,6 @@ def test_it_is_put_back(was_on: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
-@pytest.mark.parametrize("was_on", [True, False])
-def test_contexts_of_two_threads_overlap(was_on: bool) -> None:
-    """The first that ends leaves the collector off for the other one; the last puts it back."""
-    before = gc.isenabled()
-    (gc.enable if was_on else gc.disable)()
-    first, second = no_collector(), no_collector()  # one after the other, as two threads may interleave
-    try:
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        assert not gc.isenabled()
-        second.__exit__(None, None, None)
-        assert gc.isenabled() == was_on
-    finally:
-        (gc.enable if before else gc.disable)()
-
-
 @pytest.mark.parametrize("freeze", [True, False])
 def test_what_the_first_imports_made_is_frozen(monkeypatch: pytest.MonkeyPatch, freeze: bool) -> None:
     """Once, in a process of keyhole's own; what is made later is collected as ever."""

@@ -4,7 +4,6 @@ import datetime
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,6 @@ def test_a_streamed_run_is_the_resident_one(make: Make, tasks: dict) -> None:
     runs = [make(placement, placement=placement, **given) for placement in ("resident", "stream")]
     assert [train(run) for run in runs] == [0, 0]
     assert metrics(runs[0]) == metrics(runs[1])
-
-
-def test_the_start_tells_of_the_draw(make: Make, tasks: dict, capsys: pytest.CaptureFixture) -> None:
-    """A dry run prints which rows of which files it would use."""
-    assert train(make(**tasks), dry_run=True) == 0
-    said = capsys.readouterr().out
-    assert "task sst2: train 10 of 20 rows of train.jsonl" in said and "task own: dev 4 of 20 rows" in said
-    assert "batches: stratified (stratify=auto), 4 classes of" in said
 
 
 def test_another_draw_is_refused_on_resume(make: Make, tasks: dict, tmp_path: Path) -> None:
@@ -135,14 +126,6 @@ def test_auto_is_kept_and_resume_is_exact(make: Make, ragged: str, stopped_is_wh
     how = {"train_data": ragged, "eval_data": ragged, "eval_steps": 2}
     stopped_is_whole(make("through", **how), make("stopped", **how), 3)
     assert len(set(paddings)) == 1 and paddings[0][0].multiple == 16 and paddings[0][0].most is not None
-
-
-def test_another_number_within_a_run_is_refused(make: Make) -> None:
-    """The steps so far and those to come would not be one run."""
-    config = make(save_steps=3, max_steps=3)
-    assert train(config) == 0
-    with pytest.raises(UserError, match=r"pad_to_multiple_of: the run has auto, the config now says 64"):
-        train(replace(config, pad_to_multiple_of=64, max_steps=6), resume="")
 
 
 @pytest.mark.parametrize("kept", [["auto", 0, None], ["auto", 8], 8, ["x", 8, None], ["auto", True, None]])

@@ -1,7 +1,6 @@
 """What the user sees: progress of a start by a clock that the test holds, then lines."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -9,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.data.prepare import prepare
-from keyhole.loading import load
-from keyhole.machine.progress import listening, tell
+from keyhole.machine.progress import tell
 from keyhole.training.display import Display, Waiting
-from tests.data.chats import tokenizer
 
 
 def entry(step: int, loss: float) -> dict:
@@ -30,15 +26,6 @@ def test_a_line_a_step(capsys: pytest.CaptureFixture) -> None:
     said = capsys.readouterr().out
     assert said.startswith("step  1/10  loss 2.5000  lr 1.0e-03  200 tok/s  RAM 1.50 GiB  grad_norm 2  ")
     assert said.count("\n") == 1 and said.isprintable() is False and said[:-1].isprintable()
-
-
-def test_numbers_may_come_and_go(capsys: pytest.CaptureFixture) -> None:
-    """A number that only some steps have is shown as its mean over those, whichever steps they are."""
-    display = Display(8, 4)
-    for step in range(1, 9):
-        display.step(entry(step, 1.0) | ({"bias": float(step)} if step in (3, 6, 8) else {}))
-    ends = [line.rpartition("GiB  ")[2].rpartition("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert ends == ["grad_norm 2", "grad_norm 2  bias 3", "grad_norm 2  bias 7"]
 
 
 def test_a_log_on_a_full_disk_loses_lines_and_nothing_else(capfd: pytest.CaptureFixture) -> None:
@@ -150,17 +137,3 @@ def test_nothing_is_said_in_silence_or_into_a_closed_stream(capsys: pytest.Captu
         with waiting.phase("importing", now=True):
             tell("reading", 1)
     assert capsys.readouterr() == ("", "")
-
-
-def test_tokenising_and_reading_weights_tell_how_far_they_are(tmp_path: Path, tiny_model: Path) -> None:
-    """Rows; bytes of all bytes, the last time all of them."""
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": "Hello"}) + "\n" for _ in range(700)))
-    heard = []
-    with listening(lambda what, done, total, unit: heard.append((what, done, total() if callable(total) else total))):
-        prepare(str(path), tokenizer())
-        load(tiny_model, device="cpu").close()
-    rows = [(done, total) for what, done, total in heard if what == "tokenising"]
-    sizes = [(done, total) for what, done, total in heard if what == "reading weights"]
-    assert rows == [(512, None), (700, None)]
-    assert len(sizes) > 5 and sizes[-1][0] == sizes[-1][1] and sizes == sorted(sizes)

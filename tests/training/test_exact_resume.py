@@ -180,17 +180,6 @@ def test_a_finished_run_can_be_made_longer(make: Make, capsys: pytest.CaptureFix
     assert same(weights(whole.output_dir), weights(grown.output_dir))
 
 
-def test_a_run_is_made_longer_within_warmup_steps(make: Make) -> None:
-    """A warm-up of so many steps, unlike one of a share, does not depend on the length of the run."""
-    settings = {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "warmup_steps": 4}
-    whole, grown = make("whole", **settings), make("grown", **settings, max_steps=2)
-    train(whole)
-    train(grown)
-    assert train(replace(grown, max_steps=6), resume="last") == 0
-    assert [entry["learning_rate"] / whole.learning_rate for entry in metrics(whole)] == [0, 0.25, 0.5, 0.75, 1, 1]
-    assert metrics(whole) == metrics(grown) and same(weights(whole.output_dir), weights(grown.output_dir))
-
-
 def test_resuming_a_finished_run_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is nothing left to do: exit code 0, the same weights, the same metrics. The first model gets the tokenizer
     of the data; a checkpoint has its own, and the data keep none beside it."""

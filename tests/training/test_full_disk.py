@@ -1,6 +1,5 @@
 """A disk that is full, at the start or on the way: training goes on, nothing that was saved is lost."""
 
-import resource
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,8 +11,8 @@ import pytest
 from keyhole.checkpoint import journal
 from keyhole.errors import UserError
 from keyhole.model.model import Model
-from keyhole.training import display, saving, trackers
 from keyhole.training import loop as trainer
+from keyhole.training import saving, trackers
 from keyhole.training.display import Display
 from keyhole.training.start import train
 from tests.matrix import in_every_run
@@ -56,39 +55,6 @@ def test_room_is_made_by_deleting_the_oldest_first(make: Make, monkeypatch: pyte
     monkeypatch.setattr(saving, "free_bytes", lambda path: 0 if len(list(root.glob("checkpoint-*"))) > 1 else 2**40)
     assert train(config) == 0
     assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
-
-
-def no_growth_from_4_to_8() -> None:
-    saving.RETRY_STEPS = 3
-    real = trainer.Leader.step
-
-    def step(self: trainer.Leader, number: int) -> None:
-        if number in (4, 8):
-            writing = self.saver.writer.writing
-            if writing:  # beside training: it is to end under the limit that it began under
-                writing.thread.join(20)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if number == 4 else -1, -1))
-        real(self, number)
-
-    trainer.Leader.step = step
-
-
-@in_every_run(lambda method, background: background == (method == "zo"))
-@pytest.mark.parametrize(("method", "background"), [("zo", True), ("adamw", True), ("adamw", False)])
-def test_files_that_cannot_grow_do_not_stop_training(make: Make, method: str, background: bool) -> None:
-    """A real limit on file sizes during two saves: loud, the old checkpoint stays, a later save succeeds, same bits."""
-    settings = {"method": method, "save_steps": 2, "max_steps": 12, "background_save": background}
-    config, whole = make(**settings), make("whole", **settings)
-    code, out = Child(config, no_growth_from_4_to_8).end()
-    assert code == 0, out
-    assert "warning: checkpoint-4 NOT saved" in out and "File too large" in out and "checkpoint-2 stays" in out
-    assert sorted(path.name for path in Path(config.output_dir).glob("checkpoint-*")) == [
-        "checkpoint-10",
-        "checkpoint-12",
-    ]
-    assert not list(Path(config.output_dir).glob(".*"))
-    train(whole)
-    assert same(weights(whole.output_dir), weights(config.output_dir))
 
 
 FILLED = (3, 77)  # steps: when the disk is full, the last page of the journal still takes up to 73 records
@@ -235,16 +201,6 @@ def test_what_fails_while_closing_leaves_nothing_open(make: Make, monkeypatch: p
     assert "keyhole-journal" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_start_that_fails_closes_the_model(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the model was loaded and before the first step."""
-    closed, real = [], Model.close
-    monkeypatch.setattr(Model, "close", lambda self: (closed.append(self), real(self)))
-    monkeypatch.setattr(saving, "free_bytes", lambda path: 0)
-    with pytest.raises(UserError, match="output_dir"):
-        train(make())
-    assert len(closed) == 1
-
-
 def test_a_tracker_that_fails_is_said_once(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The run goes on without it, and the metrics are complete."""
 
@@ -257,10 +213,3 @@ def test_a_tracker_that_fails_is_said_once(make: Make, monkeypatch: pytest.Monke
     out = capsys.readouterr().out
     assert out.count("the tracker is broken") == 1 and "report_to: tensorboard failed" in out
     assert len(losses(config)) == 3
-
-
-def test_a_line_that_cannot_be_printed_ends_no_run(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Whatever is wrong with how a step is shown, the step counts."""
-    monkeypatch.setattr(display, "step_line", lambda entries, total: entries[0]["no such number"])
-    assert train(make(max_steps=3)) == 0
-    assert capsys.readouterr().out.count("the line of a step failed: KeyError: 'no such number'") == 1

@@ -227,13 +227,3 @@ def test_a_file_of_the_user_is_no_lock(tmp_path: Path, linked: Callable) -> None
     with pytest.raises(UserError, match="output_dir: .*lock"):
         Lock(tmp_path / "run" / "lock").take()
     assert (tmp_path / "victim").read_text() == "precious\n"
-
-
-def test_without_a_directory_there_is_nothing_to_lock(tmp_path: Path) -> None:
-    """Looking at a directory that does not exist creates nothing."""
-    with locked(tmp_path / "run" / "lock") as lock:
-        lock.take()
-        assert lock.file is None and not (tmp_path / "run").exists()
-        (tmp_path / "run").mkdir()
-        lock.take()
-        assert lock.file is not None

@@ -202,17 +202,6 @@ def test_time_ends_a_run_with_its_evaluation(make: Make, tiny_data: Path, capsys
     assert state["selection"]["seconds"] > 0
 
 
-def test_a_metric_that_no_evaluation_has(make: Make, tiny_data: Path) -> None:
-    config = make(eval_data=str(tiny_data), eval_steps=1, metric_for_best_model="bleu")
-    with pytest.raises(UserError, match="metric_for_best_model=bleu: an evaluation here gives loss, perplexity"):
-        train(config)
-
-
-def test_selection_without_evaluations_is_refused(make: Make) -> None:
-    with pytest.raises(UserError, match="load_best_model_at_end: is set but eval_data is not"):
-        make(load_best_model_at_end=True)
-
-
 NUMBERS = st.lists(st.floats(-5, 5) | st.just(float("nan")), min_size=1, max_size=12)
 
 

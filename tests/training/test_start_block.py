@@ -33,15 +33,6 @@ def test_says_what_is_trained_and_what_is_frozen(tiny_model: Path) -> None:
     assert text.count("\n") == 13
 
 
-def test_counts_adapters_among_what_is_trained(tiny_model: Path) -> None:
-    """The model is frozen, and something is trained all the same."""
-    pytest.importorskip("peft")
-    model = keyhole.load(tiny_model, device="cpu")
-    count = sum(p.numel() for p in keyhole.LoRA(model, r=4).params.values())
-    text = start.model_lines(model.module, model.layout, model.dtype)[1]
-    assert text == f"parameters: {count:,} trained ({count:,} of adapters), 35,296 frozen"
-
-
 @pytest.mark.parametrize("fold", [True, False])
 def test_matrices_with_kept_factors_are_not_trained(tiny_model: Path, fold: bool) -> None:
     """They never change; folded into them, factors are only a way to train them. What is frozen has none."""

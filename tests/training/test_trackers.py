@@ -8,17 +8,15 @@ import json
 import subprocess
 import sys
 import threading
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keyhole.config.schema import TrackerName
 from keyhole.errors import UserError
 from keyhole.training.start import train
-from keyhole.training.trackers import TRACKERS, About, Opened, Tracker, names_of, require
+from keyhole.training.trackers import TRACKERS, About, Opened, Tracker, require
 from tests.training.runs import Make, losses
 
 STEPS = [{"step": 1, "loss": 2.0, "learning_rate": 0.5}, {"step": 2, "loss": 1.0, "learning_rate": 0.25}]
@@ -126,13 +124,6 @@ def test_a_run_with_trackers(make: Make) -> None:
     events = EventAccumulator(str(Path(config.output_dir) / "run" / "tensorboard")).Reload()
     assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses(config))
     assert (Path(config.output_dir) / "run" / "mlflow.db").exists() is bool(also)
-
-
-def test_names() -> None:
-    """One word, a list, or nothing; a name twice counts once; those of the config are those that there are."""
-    assert names_of(None) == [] and names_of("wandb") == ["wandb"]
-    assert names_of(["wandb", "mlflow", "wandb"]) == ["wandb", "mlflow"]
-    assert set(typing.get_args(TrackerName)) == set(TRACKERS)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
