@@ -199,6 +199,10 @@ def test_a_mapping_with_brackets_is_told_of_the_quotes_inside() -> None:
     assert good.task_splits == {"test": "dev[:50%]"}
 
 
+def test_broken_yaml_is_named_by_its_line() -> None:
+    assert "line 7: not valid YAML" in faults_of(GOOD + "columns: [a, }\n")
+
+
 @pytest.mark.parametrize(("content", "says"), [(b"\xff\xfe\x00junk", "not UTF-8"), (b"", "empty")])
 def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str) -> None:
     """A binary or an empty file is named for what it is."""

@@ -202,6 +202,14 @@ def test_time_ends_a_run_with_its_evaluation(make: Make, tiny_data: Path, capsys
     assert state["selection"]["seconds"] > 0
 
 
+@pytest.mark.parametrize(("metric", "best"), [("loss", 2), ("eval_loss", 2), ("perplexity", 2), ("accuracy", 3)])
+def test_each_metric_selects_its_own_step(metric: str, best: int) -> None:
+    selection = Selection(replace(CONFIG, metric_for_best_model=metric))
+    for step, (loss, accuracy) in enumerate([(2.0, 0.5), (1.0, 0.6), (1.5, 0.9)], 1):
+        selection.note(step, {"eval_loss": loss, "perplexity": 2.7**loss, "eval_accuracy": accuracy})
+    assert selection.best_steps()[0] == best
+
+
 NUMBERS = st.lists(st.floats(-5, 5) | st.just(float("nan")), min_size=1, max_size=12)
 
 

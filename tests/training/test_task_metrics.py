@@ -172,3 +172,10 @@ def test_two_rows_leave_no_dev_to_choose_by(make: Callable, tmp_path: Path) -> N
         (tmp_path / f"{split}.jsonl").write_text(row * count)
     with pytest.raises(UserError, match="no dev question is left to choose by"):
         train(make(**BEST, task_data=str(tmp_path), eval_steps=None))
+
+
+def test_without_dev_questions_a_run_is_only_tested(make: Callable) -> None:
+    config = make(num_dev=0, eval_steps=None)
+    assert train(config) == 0
+    found = [key for entry in metrics(config) for key in entry]
+    assert "test_questions" in found and "eval_loss" not in found
