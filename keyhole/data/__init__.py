@@ -8,7 +8,7 @@ batches        batches in a resumable order, padded to a few widths
 
 prepare, run                 from a source to a Dataset; the data of a run, from files or tasks
 settings, cache, preview     the settings of data; what was made of files, kept; samples as readable text
-opened, readers, parquet     a file, opened within bounds; its rows
+opened, readers              a file, opened within bounds; its rows
 turns                        what a turn of a chat may contain
 worker                       a process with a limit of time and memory, for programs that are not ours
 chat_template, answers       Jinja; a chat as text, and the positions of its answers

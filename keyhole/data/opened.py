@@ -1,9 +1,8 @@
 """Opens a file of data: its kind by its suffix, unpacked (.gz) and line by line, all within bounds; and what is read of
 it: a row with named columns, and its place.
 
-A small file can expand to a lot of data (a gzip stream of zeros), and a line may have no end. So a row has at most
-16 MiB, and a file that unpacks to hundreds of times its size is refused. Errors while a file is read name the file, and
-the line if there is one (`told`).
+A line may have no end, so a row has at most 16 MiB. Errors while a file is read name the file, and the line if there is
+one (`told`).
 """
 
 import gzip
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from keyhole.errors import UserError, listed
 
@@ -22,7 +21,6 @@ PLAIN = (".txt", ".text", ".md")
 TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 SUFFIXES = (*TABLES, *PLAIN)
 MOST_ROW_BYTES = 2**24
-MOST_GROWTH, GROWTH_FROM = 1000, 2**28  # factor over its size, checked from this many bytes on
 
 Row = dict[str, Any]  # by column: whatever a file may hold
 
@@ -65,37 +63,14 @@ def told(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-class _Unpacked(io.RawIOBase):
-    """A gzip stream that refuses to expand without limit."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.stream = path, gzip.open(path, "rb")
-        self.most = max(GROWTH_FROM // 4, MOST_GROWTH // 4 * path.stat().st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self.stream.readinto(buffer)
-        if self.stream.tell() > self.most:
-            raise UserError(
-                f"{self.path}: unpacks to far more than text compresses by; unpack it first, and look at it"
-            )
-        return count
-
-    def close(self) -> None:
-        self.stream.close()
-        super().close()
-
-
-def open_bytes(path: Path) -> "io.BufferedReader[Any]":
+def open_bytes(path: Path) -> "gzip.GzipFile | io.BufferedReader":
     """Opens a file, decompressed if necessary."""
-    return io.BufferedReader(_Unpacked(path), 2**16) if path.suffix.lower() == ".gz" else open(path, "rb")
+    return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
 
 
 def open_text(path: Path, newline: str | None = None, encoding: str | None = None) -> TextIO:
     """Opens a text file, decompressed if necessary. encoding: None is UTF-8."""
-    return io.TextIOWrapper(open_bytes(path), encoding or "utf-8-sig", newline=newline)
+    return io.TextIOWrapper(cast(io.BufferedReader, open_bytes(path)), encoding or "utf-8-sig", newline=newline)
 
 
 def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Reads the rows of one file, by its suffix, and refuses broken or hostile files with a clear message.
 
     .jsonl .ndjson     an object per line                       .csv .tsv     a header, then a row per record
-    .json              a list of objects, or JSONL              .parquet      columns (parquet.py)
+    .json              a list of objects, or JSONL              .parquet      columns
     .txt .text .md     documents
 
 Text formats may be compressed (.jsonl.gz). opened.py opens a file within bounds. Rows are
@@ -46,7 +46,6 @@ from keyhole.data.opened import (
     open_text,
     told,
 )
-from keyhole.data.parquet import read_parquet
 from keyhole.errors import UserError, listed
 
 TAB = "\t"
@@ -156,6 +155,7 @@ def _is_whole(cell: str) -> bool:
 MOST_JSON_BYTES = 2**31
 SEPARATOR = "<|endoftext|>"
 PIECE_CHARACTERS = 2**20
+ROWS_AT_ONCE, ROWS_GROWTH = 64, 100  # of Parquet: rows in memory, and characters for a byte of the file
 
 
 def read_file(path: Path) -> Iterator[Record]:
@@ -312,3 +312,42 @@ def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
         number += line.endswith("\n")
     if left:
         yield number, left
+
+
+def read_parquet(path: Path) -> Iterator[Record]:
+    """The rows of a Parquet file."""
+    try:
+        import pyarrow.parquet as parquet
+        from pyarrow import ArrowException
+    except ImportError:
+        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
+    number = total = 0
+    most = max(MOST_ROW_BYTES, ROWS_GROWTH * path.stat().st_size)
+    try:
+        with parquet.ParquetFile(path) as file:
+            check_header(path, file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+                for row in batch.to_pylist():
+                    number += 1
+                    total += sum(len(value) for value in row.values() if isinstance(value, str))
+                    if total > most:
+                        raise UserError(
+                            f"{path}: its rows hold more than {most:,} characters, {ROWS_GROWTH} times the file: no "
+                            "text can be compressed like that; write it without repetition"
+                        )
+                    yield Record(str(path), "row", number, {name: nested(value) for name, value in row.items()})
+    except (ArrowException, ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: not a readable Parquet file (after row {number}): {error}") from None
+
+
+def nested(value: Any) -> Any:
+    """The value without nested keys that are null; a map, which Arrow gives as a list of pairs, as an object."""
+    if isinstance(value, list) and value and all(type(x) is tuple and len(x) == 2 and type(x[0]) is str for x in value):
+        if len(found := dict(value)) != len(value):
+            raise ValueError("a map has the same key twice")
+        value = found
+    if isinstance(value, dict):
+        return {key: nested(item) for key, item in value.items() if item is not None}
+    return [nested(item) for item in value] if isinstance(value, list) else value

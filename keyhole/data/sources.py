@@ -27,8 +27,7 @@ from pathlib import Path
 
 from keyhole.data.examples import COLUMNS, example_of, layout_of, with_columns
 from keyhole.data.opened import PLAIN, SUFFIXES, Record, kind_of, open_text
-from keyhole.data.parquet import nested
-from keyhole.data.readers import read_file
+from keyhole.data.readers import nested, read_file
 from keyhole.data.settings import DataSettings
 from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError, listed, printable

@@ -68,15 +68,13 @@ def read_rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Re
     named = any("line" in aliases for aliases in spec.columns.values()) and path.suffix.lower() not in PACKED
     with told(path):
         encoding = "latin-1" if latin_line(path) else None
-        if suffix in LINES or (named and suffix == ""):  # one text per line, unless there are tabs
-            with open_text(path, encoding=encoding) as file:
-                has_tabs = "\t" in file.readline(MOST_ROW_BYTES)
-            if not has_tabs:
-                with open_text(path, encoding=encoding) as file:
-                    for number, line in enumerate(bounded_lines(file, path), 1):
+        if suffix in LINES or (named and suffix == ""):
+            with open_text(path, encoding=encoding) as file, open_text(path, encoding=encoding) as again:
+                if "\t" not in file.readline(MOST_ROW_BYTES):  # one text per line
+                    for number, line in enumerate(bounded_lines(again, path), 1):
                         if line.strip():
                             yield Record(str(path), "line", number, {"line": line.strip(), "file": path.name})
-                return
+                    return
         if suffix in (".tsv", ".csv", *LINES):
             yield from _cells(path, encoding, spec, left_out)
         elif suffix == ".json" and isinstance(value := load_json(path), dict):
@@ -97,12 +95,9 @@ def latin_line(path: Path) -> int | None:
                 accents |= not (line.isascii() or line.decode("utf-8-sig").isascii())
             except UnicodeDecodeError:
                 latin = latin or number
-                if b"\0" in line:
-                    raise UserError(
-                        f"{path}, line {latin}: not UTF-8 text but UTF-16, or no text; save it as UTF-8"
-                    ) from None
-            if latin and accents:
-                raise UserError(f"{path}, line {latin}: not UTF-8 text, which other lines are; save the file as UTF-8")
+            if latin and (accents or b"\0" in line):
+                other = "but UTF-16, or no text" if b"\0" in line else "which other lines are"
+                raise UserError(f"{path}, line {latin}: not UTF-8 text, {other}; save the file as UTF-8")
     return latin
 
 
@@ -196,23 +191,18 @@ def _with(row: Row, path: str, item: Any) -> Row:
 def _pick(record: Record, spec: TaskSpec) -> Record:
     picked = {}
     for name, aliases in spec.columns.items():
-        value = next((found for alias in aliases if (found := lookup(record.row, alias)) is not MISSING), MISSING)
-        if value is MISSING and name not in spec.optional:
+        value = next((found for alias in aliases if (found := lookup(record.row, alias)) is not MISSING), None)
+        if value is None and name not in spec.optional and all(lookup(record.row, a) is MISSING for a in aliases):
             also = f" (also called {listed(aliases[1:])})" if len(aliases) > 1 else ""
             instead = "Rename it"
-            if all("." in alias for alias in aliases) and not any(
-                isinstance(x, dict | list) for x in record.row.values()
-            ):
+            if all("." in alias for alias in aliases) and not any(isinstance(x, dict) for x in record.row.values()):
                 *outer, last = aliases[0].split(".")
                 example = "".join(f'{{"{key}": ' for key in outer) + f'{{"{last}": ...' + "}" * (len(outer) + 1)
-                instead = (
-                    "It is inside an object, which the cells of a CSV or TSV cannot hold: give the rows as JSONL, JSON "
-                    f"or Parquet, with {example} in each"
-                )
+                instead = f"It is inside an object, which no cell of a CSV can hold: give JSON rows with {example}"
             raise UserError(
                 f"{record.where}: task {spec.name} needs the column {aliases[0]}{also}; found: {listed(record.row)}. "
                 f"{instead}, or give its name in the data in `columns: {{{name}: ...}}` of a task file of your own "
                 "(docs/tasks.md)"
             )
-        picked[name] = None if value is MISSING else value
+        picked[name] = value
     return replace(record, row=picked)
