@@ -327,14 +327,15 @@ def read_parquet(path: Path) -> Iterator[Record]:
         with parquet.ParquetFile(path) as file:
             check_header(path, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-                for row in batch.to_pylist():
+                rows = batch.to_pylist()
+                total += sum(len(value) for row in rows for value in row.values() if isinstance(value, str))
+                if total > most:
+                    raise UserError(
+                        f"{path}: its rows hold more than {most:,} characters, {ROWS_GROWTH} times the file: no text "
+                        "can be compressed like that; write it without repetition"
+                    )
+                for row in rows:
                     number += 1
-                    total += sum(len(value) for value in row.values() if isinstance(value, str))
-                    if total > most:
-                        raise UserError(
-                            f"{path}: its rows hold more than {most:,} characters, {ROWS_GROWTH} times the file: no "
-                            "text can be compressed like that; write it without repetition"
-                        )
                     yield Record(str(path), "row", number, {name: nested(value) for name, value in row.items()})
     except (ArrowException, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, UserError):
