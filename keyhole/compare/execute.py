@@ -116,7 +116,7 @@ class Quiet(Display):
     """The display of a run inside a comparison: its lines go only to run/log.txt."""
 
     def _print(self, text: str) -> None:
-        """Prints nothing: the lines of a terminal are the comparison's."""
+        """Nothing: the lines of a terminal are the comparison's."""
 
 
 class Execution:

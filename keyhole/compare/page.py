@@ -13,7 +13,7 @@ from typing import Any
 
 from keyhole.compare.file import ZERO_SHOT, Comparison
 from keyhole.compare.plan import NO_NUMBER
-from keyhole.compare.result import Result, lower_is_better
+from keyhole.compare.result import lower_is_better
 from keyhole.compare.table import Cell, average, grid_of, number, point_text, shown, warned_runs
 from keyhole.config.fields import settings
 from keyhole.machine.text import counted, duration
@@ -43,7 +43,15 @@ def make_page(
 ) -> str:
     """The page. runs: the settings of one run of each method and task, by dotted key."""
     colours = colour_of(dict.fromkeys(cell.method for cell in cells if cell.method != ZERO_SHOT))
-    parts = [_header(comparison, cells)]
+    results = {result.id: result for cell in cells for result in (*cell.grid, *cell.runs)}
+    done, missing = {result.id for cell in cells for result in cell.grid}, sum(cell.missing for cell in cells)
+    facts = [
+        counted(len(done), "run") + (f", {missing} to come" if missing else ""),
+        f"{duration(sum(result.seconds for result in results.values()))} of training",
+        counted(len(comparison.seeds), "seed"),
+        "settings chosen by dev, numbers of test",
+    ]
+    parts = [header("keyhole compare", comparison.title, _lead(cells), facts)]
     for model in comparison.models:
         own = [cell for cell in cells if cell.model == model]
         parts.append(section(model, _table(own, colours)))
@@ -51,19 +59,6 @@ def make_page(
             parts.append(section(task, _charts(task, [cell for cell in own if cell.task == task], colours), level=3))
     parts += [_every_run(cells, colours), *_troubles(cells), _again(comparison, runs, environment)]
     return page(comparison.title, parts)
-
-
-def _header(comparison: Comparison, cells: Sequence[Cell]) -> str:
-    done = {result.id for cell in cells for result in cell.grid}
-    missing = sum(cell.missing for cell in cells)
-    spent = {result.id: result.seconds for cell in cells for result in (*cell.grid, *cell.runs)}
-    facts = [
-        counted(len(done), "run") + (f", {missing} to come" if missing else ""),
-        f"{duration(sum(spent.values()))} of training",
-        counted(len(comparison.seeds), "seed"),
-        "settings chosen by dev, numbers of test",
-    ]
-    return header("keyhole compare", comparison.title, _lead(cells), facts)
 
 
 def _best(cells: Sequence[Cell]) -> Cell | None:
@@ -133,11 +128,6 @@ def _cell(cell: Cell | None, best: Cell | None, cells: Sequence[Cell]) -> str:
     return f"<td{mark}><b>{escape(number(cell.metric, cell.mean))}</b>{spread}{more}{bar}</td>"
 
 
-def _along(label: str, run: Result, step: int, seconds: float) -> float:
-    """Where a step of a run stands on the axis of this name."""
-    return {"step": float(step), "seconds of training": seconds, "forward passes": run.forwards_at(step)}[label]
-
-
 def _curve(cell: Cell, colour: int, label: str) -> Series:
     """The dev metric of the chosen runs: mean, lowest and highest, over the axis of this name."""
     runs = [run for run in cell.runs if not run.error and run.curve]
@@ -145,7 +135,8 @@ def _curve(cell: Cell, colour: int, label: str) -> Series:
     for rows in zip(*(run.curve for run in runs), strict=False):
         values = [factor * row[2] for row in rows if row[2] is not None]
         if values:
-            at = [_along(label, run, row[0], row[1]) for run, row in zip(runs, rows, strict=True)]
+            places = {"step": [row[0] for row in rows], "seconds of training": [row[1] for row in rows]}
+            at = places.get(label) or [run.forwards_at(row[0]) for run, row in zip(runs, rows, strict=True)]
             made.x.append(statistics.fmean(at))
             made.y.append(statistics.fmean(values))
             made.low.append(min(values))

@@ -33,13 +33,17 @@ def asked_names(
     json_path: str | Path | None = None,
 ) -> list[str]:
     """The names that the arguments stand for; UserError at the first that cannot be scored."""
-    names = [_called(name) for word in tasks for name in divided(word)]
+    named = [name for word in tasks for name in divided(word)]
+    names = [name if os.path.exists(name) else own_name(name) for name in named]  # SST-2 is sst2, unless it is a file
     if not names:
         raise UserError("--tasks: name at least one task or data file, or demo")
     if json_path is not None:
         check_result_file("--json", Path(json_path))
-    for name in names:
-        _check_word(name, task_data is not None)
+    for name in names:  # one that is no file and looks like a mistyped task
+        is_word = name != "demo" and not is_task_name(name) and re.fullmatch(r"[\w -]+", name) is not None
+        may_be_on_hub = find_spec("datasets") is not None and task_data is None and not nearest_task(name)
+        if is_word and not may_be_on_hub and not os.path.exists(name):
+            raise UserError(f"--tasks: {unknown_task(name)}; nor is there a file of that name")
     library = list(filter(is_library_task, names))
     if task_data is not None and not library:
         raise UserError(
@@ -55,16 +59,3 @@ def asked_names(
 def is_library_task(name: str) -> bool:
     """Whether an argument of --tasks is a task by name or a task file; `demo` is the embedded file."""
     return name != "demo" and is_task_name(name) and (name == own_name(name) or not os.path.exists(name))
-
-
-def _called(name: str) -> str:
-    """The normalised name (SST-2 is sst2), unless a file or folder has exactly this name."""
-    return name if os.path.exists(name) else own_name(name)
-
-
-def _check_word(name: str, with_tasks: bool) -> None:
-    """Refuses an argument that is no file and looks like a mistyped task. with_tasks: --task-data is given."""
-    is_word = name != "demo" and not is_task_name(name) and re.fullmatch(r"[\w -]+", name) is not None
-    may_be_on_hub = find_spec("datasets") is not None and not (with_tasks or nearest_task(name))
-    if is_word and not may_be_on_hub and not os.path.exists(name):
-        raise UserError(f"--tasks: {unknown_task(name)}; nor is there a file of that name")

@@ -17,8 +17,10 @@ would be empty or endless, so an error is printed instead.
 """
 
 import io
+import itertools
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, TextIO
 
 import torch
@@ -82,7 +84,7 @@ def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
         if line in ("/exit", "/quit"):
             return
         if line == "/reset":
-            conversation.reset()
+            conversation.turns = []
         elif line.startswith("/"):
             print(f"keyhole: {printable(line.split()[0], 40)} is not a command; {HELP}", file=sys.stderr)
         elif line:
@@ -99,25 +101,19 @@ def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
 
 def _lines(source: TextIO, on_terminal: bool) -> Iterator[tuple[int, str]]:
     """Texts without white space around them, each with the number of its first line. A line that ends with a backslash
-    goes on in the next one."""
+    goes on in the next one. A terminal has line editing and a prompt."""
     held: list[str] = []
-    number = 0
-    for number, line in enumerate(_typed(held) if on_terminal else source, 1):
-        line = line.rstrip("\r\n")
-        held.append(line.removesuffix("\\"))
-        if not line.endswith("\\"):
-            yield number - len(held) + 1, "\n".join(held).strip()
-            held.clear()
-    if held:
-        yield number - len(held) + 1, "\n".join(held).strip()
-
-
-def _typed(held: list[str]) -> Iterator[str]:
-    """Lines from a terminal, with line editing and a prompt. held: the lines that the next one goes on from."""
-    while True:
+    for number in itertools.count(1):
         try:
-            yield input(". " if held else "> ")
+            line = input(". " if held else "> ") + "\n" if on_terminal else source.readline()
         except EOFError:
+            line = ""
+        text = line.rstrip("\r\n")
+        held += [text.removesuffix("\\")] if line else []
+        if held and not (line and text.endswith("\\")):
+            yield number - len(held) + bool(line), "\n".join(held).strip()
+            held = []
+        if not line:
             return
 
 
@@ -141,30 +137,21 @@ class Conversation:
             whose = "with --plain there is" if plain else "the tokenizer has"
             raise UserError(f"--system: {whose} no chat template, so there is no place for it")
         self.first = [{"role": "system", "content": system}] if system else []
-        if system and self._drops_system(system):
-            raise UserError("--system: the model's chat template does not write it, so the model would not see it")
+        if system:
+            written = system
+            with suppress(UserError):  # a template that refuses it says so itself, with its reason
+                written = self.template.write([*self.first, {"role": "user", "content": "Hi"}], prompt=True)
+            if system.strip() not in written:
+                raise UserError("--system: the model's chat template does not write it, so the model would not see it")
         self.turns: list[dict[str, str]] = []
         given = getattr(model.module.generation_config, "max_new_tokens", None)
         self.max_new_tokens = max_new_tokens or given or MAX_NEW_TOKENS
-
-    def _drops_system(self, system: str) -> bool:
-        """Whether the template leaves out the system prompt. One that refuses it says so itself, with its reason."""
-        try:
-            return system.strip() not in self.template.write(
-                [*self.first, {"role": "user", "content": "Hi"}], prompt=True
-            )
-        except UserError:
-            return False
-
-    def reset(self) -> None:
-        self.turns = []
 
     def answer(self, text: str, out: TextIO) -> str:
         """Writes the answer as it is generated, ends the line, and returns it. A failed answer is not kept."""
         before, self.turns = self.turns, [*self.turns, {"role": "user", "content": text}]
         try:
-            ids = self._fit(text)
-            answer = self._generate(ids, out)
+            answer = self._generate(self._fit(text), out)
         except BaseException:
             self.turns = before
             raise
@@ -172,12 +159,9 @@ class Conversation:
         return answer
 
     def _ids(self, text: str) -> torch.Tensor:
-        ids: torch.Tensor
-        if not self.has_turns:
-            ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
-            return ids
-        written = self.template.write(self.first + self.turns, prompt=True)
-        ids = self.tokenizer(written, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        written = self.template.write(self.first + self.turns, prompt=True) if self.has_turns else text
+        how = {"add_special_tokens": False} if self.has_turns else {}
+        ids: torch.Tensor = self.tokenizer(written, return_tensors="pt", **how)["input_ids"]
         return ids
 
     def _fit(self, text: str) -> torch.Tensor:

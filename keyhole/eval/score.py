@@ -18,7 +18,7 @@ from typing import Any
 
 from keyhole.data.capacity import check_ids, check_max_length, context_length
 from keyhole.data.tasks.encode import Encoder
-from keyhole.data.tasks.question import MARK, Question, Task
+from keyhole.data.tasks.question import MARK, Task
 from keyhole.data.tasks.spec import CHOICE, LIKELIHOOD
 from keyhole.errors import UserError
 from keyhole.eval import metrics
@@ -116,19 +116,14 @@ def verdicts(task: Task, answers: Sequence[str]) -> dict[str, list[float]]:
         with ThreadPoolExecutor(min(PROGRAMS_AT_ONCE, os.cpu_count() or 1)) as pool:
             outcomes = list(pool.map(run_program, sources))
         return {task.spec.metric: [float(outcome.passed) for outcome in outcomes]}
-    return {
-        name: [_worth(name, task, q, text) for q, text in zip(task.questions, answers, strict=True)]
-        for name in task.spec.metrics
-    }
-
-
-def _worth(name: str, task: Task, question: Question, text: str) -> float:
-    pattern = task.spec.extract if task.spec is not None else None
-    answer = metrics.extract(text, pattern)
-    if pattern is not None and not answer:
-        return 0.0  # no match is no answer, even if a reference has no match
-    references = [metrics.extract(reference, pattern) for reference in question.references]
-    return metrics.OF_TEXTS[name](answer, references)
+    worth: dict[str, list[float]] = {name: [] for name in task.spec.metrics}
+    for question, text in zip(task.questions, answers, strict=True):
+        answer = metrics.extract(text, task.spec.extract)
+        references = [metrics.extract(reference, task.spec.extract) for reference in question.references]
+        is_none = task.spec.extract is not None and not answer  # no answer, even if a reference has no match
+        for name, values in worth.items():
+            values.append(0.0 if is_none else metrics.OF_TEXTS[name](answer, references))
+    return worth
 
 
 def _likelihood(model: Model, task: Task, max_length: int | None, **options: Any) -> DataScore:

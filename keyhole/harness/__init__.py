@@ -11,29 +11,9 @@ under its name for `--model keyhole`.
 
 import importlib.util
 
-from keyhole.errors import UserError
-
-NAME = "keyhole"
-TARGET = "keyhole.harness.lm:KeyholeLM"
-
-
-def require() -> None:
-    """UserError if the harness is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            '--harness: the package lm_eval is not installed; pip install "keyhole[harness]" (or pip install lm_eval)'
-        )
-
-
-def register() -> None:
-    """Registers `keyhole` as a model of the harness; its class is imported on first use."""
-    require()
+if importlib.util.find_spec("lm_eval") is not None:
     import lm_eval.models  # noqa: F401  registers its own models first
     from lm_eval.api.registry import MODEL_REGISTRY
 
-    if NAME not in MODEL_REGISTRY:
-        MODEL_REGISTRY.register(NAME, target=TARGET)
-
-
-if importlib.util.find_spec("lm_eval") is not None:
-    register()
+    if "keyhole" not in MODEL_REGISTRY:
+        MODEL_REGISTRY.register("keyhole", target="keyhole.harness.lm:KeyholeLM")  # imported on first use

@@ -6,20 +6,14 @@ python -m keyhole.harness --model keyhole --model_args pretrained=out,gpu_memory
 import sys
 
 from keyhole.errors import UserError
-from keyhole.harness import require
+from keyhole.harness.run import require
 
-
-def main() -> int:
+if __name__ == "__main__":
     try:
         require()
     except UserError as error:
         print(f"keyhole: {error}", file=sys.stderr)
-        return 2
+        sys.exit(2)
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,6 +7,7 @@ itself downloads a task's data set (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE work 
 """
 
 import difflib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +16,14 @@ from typing import Any
 
 from keyhole.disk.json_text import check_result_file, json_text, write_result
 from keyhole.errors import UserError
-from keyhole.harness import require
+
+
+def require() -> None:
+    """UserError if the harness is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            '--harness: the package lm_eval is not installed; pip install "keyhole[harness]" (or pip install lm_eval)'
+        )
 
 
 def run_harness(
@@ -75,16 +83,15 @@ def find_tasks(manager: Any, words: Sequence[str]) -> list[str]:
             if not os.path.isfile(word):
                 raise UserError(f"--harness: there is no file {word}")
             found.append(word)
-            continue
-        matches = manager.match_tasks([word])
-        if not matches:
+        elif matches := manager.match_tasks([word]):
+            found += matches
+        else:
             close = difflib.get_close_matches(word, manager.all_tasks, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             raise UserError(
                 f"--harness: {word} is no task of the harness{meant} (all names: lm-eval ls tasks; your own: a .yaml "
                 "file, or --include-path DIR)"
             )
-        found += matches
     if not found:
         raise UserError("--harness: name at least one task of lm-evaluation-harness")
     return list(dict.fromkeys(found))

@@ -30,7 +30,11 @@ def cells(view: View) -> list[str]:
     """A row of the table, as text; terminal and page show the same."""
     story, curves = view.story, view.curves
     first, last = (curves.losses[0][1], curves.losses[-1][1]) if curves.losses else (None, None)
-    model = view.title.partition(" on ")[2]
+    model, results = view.title.partition(" on ")[2], list[str]()
+    for kind in ("eval", "test"):  # of the step that is the run's result, which is named if it is not the last one
+        step, numbers = curves.result(kind)
+        told = shown_metrics(numbers, kind)
+        results.append(f"step {step:,}: {told}" if told and step < curves.last_step else told or "-")
     return [
         view.name,
         story.method or "-",
@@ -38,19 +42,11 @@ def cells(view: View) -> list[str]:
         story.state or "-",
         f"{curves.last_step:,}" + (f" of {story.total:,}" if story.total > curves.last_step else ""),
         "-" if first is None else f"{first:.4f} -> {last:.4f}",
-        _result(view, "eval"),
-        _result(view, "test"),
+        *results,
         f"{curves.pace:,.0f}" if curves.pace else "-",
         f"{curves.highest['gpu_gib']:.2f}" if "gpu_gib" in curves.highest else "-",
         duration(curves.seconds),
     ]
-
-
-def _result(view: View, kind: str) -> str:
-    """The metrics of the step that is the run's result, which is named if it is not the last one."""
-    step, numbers = view.curves.result(kind)
-    told = shown_metrics(numbers, kind)
-    return f"step {step:,}: {told}" if told and step < view.curves.last_step else told or "-"
 
 
 def table(views: Sequence[View]) -> list[str]:
@@ -81,22 +77,19 @@ def make_page(views: Sequence[View], place: Path) -> str:
     methods = ", ".join(dict.fromkeys(view.story.method for view in views if view.story.method))
     count = counted(len(views), "run")
     title = f"{count} side by side" if len(views) > 1 else views[0].title
+    known = [(view.curves.last("eval")["eval_loss"], view) for view in views if "eval_loss" in view.curves.last("eval")]
+    lead = "Each as far as it has come."
+    if len(known) > 1:
+        loss, best = min(known, key=lambda one: one[0])
+        lead = f"The lowest held-out loss at the last evaluation is <b>{loss:.4f}</b>, of <b>{escape(best.name)}</b>."
     panels = [(a.choice, _charts(views, colours, a)) for a in both_ways([view.curves for view in views])]
     parts = [
-        header("keyhole report", title, _lead(views), [methods] if methods else []),
+        header("keyhole report", title, lead, [methods] if methods else []),
         _table(views, colours, place),
         section("Curves", choice("along", panels)),
         _differences(views, colours),
     ]
     return page(f"keyhole report: {count}", parts, STYLE)
-
-
-def _lead(views: Sequence[View]) -> str:
-    known = [(view.curves.last("eval")["eval_loss"], view) for view in views if "eval_loss" in view.curves.last("eval")]
-    if len(known) < 2:
-        return "Each as far as it has come."
-    loss, best = min(known, key=lambda one: one[0])
-    return f"The lowest held-out loss at the last evaluation is <b>{loss:.4f}</b>, of <b>{escape(best.name)}</b>."
 
 
 def _table(views: Sequence[View], colours: dict[str, int], place: Path) -> str:
