@@ -11,9 +11,9 @@ The y axis spans the curves and need not include 0: accuracies are between chanc
 the longest curve is LOG_FROM times the shortest, x is logarithmic, so that a method that takes seconds is visible
 beside one that takes an hour.
 
-Labels do not overlap: names are in a column right of the plot, in the order of the curves' ends, and the chart grows
-with their number; ticks keep a minimum distance. Text sizes are those of frame.py. Colours are CSS classes of the page
-(`c0` strokes, `f0` fills), so a chart follows the light and dark themes.
+Names are a list below the plot, in the order of the curves' ends; ticks keep a minimum distance. Text sizes are those
+of frame.py. Colours are CSS classes of the page (`c0` strokes, `f0` fills), so a chart follows the light and dark
+themes.
 """
 
 import math
@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 
+from keyhole.pages.frame import dot
+
 WIDTH, HEIGHT = 560, 310
-LEFT, TOP, BOTTOM = 86, 14, 46
-LETTER = 10.0  # upper bound of the mean width of a character in a name
+LEFT, RIGHT, TOP, BOTTOM = 86, 24, 14, 46
 LOG_FROM = 20.0
-MOST_NAME = 16
-NAME_HEIGHT = 19.0  # of a line of text
 TICK_GAP = 52.0  # minimum distance between the centres of two numbers under the plot
 
 
@@ -62,19 +61,6 @@ def noisy(name: str, colour: int, x: Sequence[float], y: Sequence[float | None])
     return Series(name, colour, [a for a, _ in kept], smooth(values, max(1, len(values) // 30)), faint=values)
 
 
-def apart(heights: list[float], top: float, bottom: float, gap: float = NAME_HEIGHT) -> list[float]:
-    """Sorted heights of names beside a plot, moved as little as needed to be `gap` apart (less where room lacks)."""
-    gap = min(gap, (bottom - top) / max(1, len(heights) - 1))
-    placed: list[float] = []
-    for y in heights:
-        placed.append(max(y, placed[-1] + gap if placed else top))
-    lowest = bottom
-    for i in reversed(range(len(placed))):
-        placed[i] = min(placed[i], lowest)
-        lowest = placed[i] - gap
-    return placed
-
-
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from `low` to `high`; steps of 1, 2, 2.5 or 5 times a power of ten."""
     rough = max(high - low, 1e-30) / about
@@ -84,10 +70,12 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 class Axes:
-    """Maps data to pixels. right: the margin for names; height: of the picture."""
+    """Maps data to pixels."""
 
-    def __init__(self, x: Sequence[float], y: Sequence[float], log: bool, right: float = 24, height: int = HEIGHT):
-        self.log, self.right, self.bottom, self.height = log, WIDTH - right, height - BOTTOM, height
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+
+    def __init__(self, x: Sequence[float], y: Sequence[float], log: bool) -> None:
+        self.log = log
         self.low_x = min(x) if log and x else 0.0
         self.high_x = max(max(x, default=1.0), self.low_x * 1.001, 1e-9)
         largest, span = max((abs(value) for value in y), default=1.0), max(y) - min(y) if y else 0.0
@@ -119,8 +107,7 @@ class Axes:
 
 
 def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, baseline: float | None = None) -> str:
-    """An <svg> element. baseline: a dashed line, for the model before training. A single curve without a name
-    has no label."""
+    """An <svg> element, and the names of its curves. baseline: a dashed line, for the model before training."""
     series = [each for each in map(_finite, series) if each.x]
     x = [value for each in series for value in each.x]
     y = [value for each in series for value in (*each.y, *each.low, *each.high)]
@@ -128,14 +115,11 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
     ends = [each.x[-1] for each in series]
     curves = any(len(each.x) > 1 for each in series)
     log = curves and min(x, default=0.0) > 0 and max(ends) / min(ends) >= LOG_FROM
-    longest = max((min(len(each.name), MOST_NAME) for each in series), default=0)
-    right = 26 + LETTER * longest
-    height = max(HEIGHT, math.ceil(TOP + BOTTOM + 12 + NAME_HEIGHT * len(series)))
-    axes = Axes(x, y, log, right, height)
+    axes = Axes(x, y, log)
     body = _grid(axes, x_label, y_label)
     if baseline is not None and math.isfinite(baseline):
         at = f"{axes.y(baseline):.1f}"
-        body.append(f'<line class="base" x1="{LEFT}" x2="{axes.right:.1f}" y1="{at}" y2="{at}"/>')
+        body.append(f'<line class="base" x1="{LEFT}" x2="{axes.right}" y1="{at}" y2="{at}"/>')
     body += [_band(axes, each) for each in series if each.low != each.high]
     body += [
         f'<polyline class="raw c{each.colour}" points="{_points(axes, each.x, each.faint)}"/>'
@@ -145,8 +129,13 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
     body += [_curve(axes, each) for each in series]
     if baseline is not None and math.isfinite(baseline):  # after the curves, so that none is drawn through it
         body.append(f'<text class="tick over" x="{LEFT + 4}" y="{axes.y(baseline) - 4:.1f}">before training</text>')
-    body += _names(axes, series)
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
+    names = "".join(
+        f"<li>{dot(each.colour)}{escape(each.name)}</li>"
+        for each in sorted(series, key=lambda each: -each.y[-1])
+        if each.name
+    )
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
+    return svg + (f"<ul class='legend'>{names}</ul>" if names else "")
 
 
 def _finite(each: Series) -> Series:
@@ -163,15 +152,13 @@ def _grid(axes: Axes, x_label: str, y_label: str) -> list[str]:
     digits = _digits(values)
     for value in values:
         y = axes.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.{digits}g}</text>')
     for value in axes.x_ticks():
         x = f"{axes.x(value):.1f}"
         parts.append(f'<text class="tick" x="{x}" y="{bottom + 20}" text-anchor="middle">{value:g}</text>')
     middle = (LEFT + right) / 2
-    parts.append(
-        f'<text class="axis" x="{middle:.1f}" y="{axes.height - 6}" text-anchor="middle">{escape(x_label)}</text>'
-    )
+    parts.append(f'<text class="axis" x="{middle:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     turned = f"translate(14 {(TOP + bottom) / 2:.1f}) rotate(-90)"
     parts.append(f'<text class="axis" transform="{turned}" text-anchor="middle">{escape(y_label)}</text>')
     return parts
@@ -202,23 +189,8 @@ def _curve(axes: Axes, each: Series) -> str:
         x, y = axes.x(each.x[0]), axes.y(each.y[0])
         return f'<circle class="f{each.colour}" cx="{x:.1f}" cy="{y:.1f}" r="5">{name}</circle>'
     line = f'<polyline class="line c{each.colour}" points="{_points(axes, each.x, each.y)}">{name}</polyline>'
-    marks = zip(each.x, each.y, strict=True) if each.dots else ()
+    marks = list(zip(each.x, each.y, strict=True))
     return line + "".join(
-        f'<circle class="f{each.colour}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" r="3.5"/>' for a, b in marks
+        f'<circle class="f{each.colour}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" r="3"/>'
+        for a, b in (marks if each.dots else marks[-1:])
     )
-
-
-def _names(axes: Axes, series: Sequence[Series]) -> list[str]:
-    """A dot at the end of each curve, and the names in a column, in the order of their ends."""
-    drawn = sorted(series, key=lambda each: -each.y[-1])
-    heights = apart([axes.y(each.y[-1]) for each in drawn], TOP + 4, axes.bottom - 8)
-    parts = []
-    for each, height in zip(drawn, heights, strict=True):
-        if not each.name:
-            continue
-        x, y = axes.x(each.x[-1]), axes.y(each.y[-1])
-        parts.append(f'<circle class="f{each.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>')
-        name = each.name if len(each.name) <= MOST_NAME else f"{each.name[: MOST_NAME - 1]}…"
-        place = f'x="{axes.right + 12:.1f}" y="{height + 4:.1f}"'
-        parts.append(f'<text class="name f{each.colour}" {place}>{escape(name)}</text>')
-    return parts

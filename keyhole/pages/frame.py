@@ -170,7 +170,9 @@ color:var(--soft);background:var(--card)}
 .pick:focus-visible+label{outline:2px solid var(--ink)}
 .p0:checked~.q0,.p1:checked~.q1,.p2:checked~.q2{display:block}
 .band{opacity:.14}.grid{stroke:var(--line)}.base{stroke:var(--soft);stroke-dasharray:4 4}
-.tick,.axis{fill:var(--soft);font-size:14px}.name{font-size:15px;font-weight:600}
+.tick,.axis{fill:var(--soft);font-size:14px}
+.legend{display:flex;flex-wrap:wrap;gap:4px 18px;list-style:none;padding:0;margin:10px;font-size:13px;
+color:var(--soft);overflow-wrap:anywhere}.legend .dot{margin-right:6px}
 .over{paint-order:stroke;stroke:var(--card);stroke-width:4px}
 details{margin:14px 0}summary{cursor:pointer;font-weight:600;padding:6px 0}
 pre{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:13px 16px;overflow-x:auto;

@@ -117,8 +117,7 @@ def _charts(views: Sequence[View], colours: dict[str, int], along: Along) -> str
     figures += [(LABELS.get(name, name.replace("_", " ")), name, Along.of_steps) for name in (*first, *rest)]
     drawn = []
     for label, number, draw in figures:
-        ends = [(view, view.name if len(view.name) <= 16 else f"…{view.name[-15:]}") for view in views]
-        lines = [line for view, end in ends for line in draw(along, view.curves, number, end, colours[view.name])]
+        lines = [line for view in views for line in draw(along, view.curves, number, view.name, colours[view.name])]
         drawn += [chart(lines, f"{label} by {along.label}", along.label, label[:40])] if lines else []
     return charts(drawn[:MOST_CHARTS])
 

@@ -24,8 +24,6 @@ STYLE = """
 .sizes{display:grid;grid-template-columns:max-content 1fr max-content;gap:8px 12px;align-items:center;max-width:860px}
 .sizes .stack{display:flex;height:18px;border-radius:4px;overflow:hidden;background:var(--line)}
 .sizes .stack span{display:block;height:100%}.sizes b{font-variant-numeric:tabular-nums}
-.legend{display:flex;flex-wrap:wrap;gap:4px 18px;list-style:none;padding:0;margin:10px 0;font-size:13px;
-color:var(--soft)}.legend .dot{margin-right:6px}
 .sample{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:12px 16px;margin:10px 0}
 .sample h4{margin:0 0 6px;font-size:13px;color:var(--soft);font-weight:600;overflow-wrap:anywhere}
 .tokens{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.75 ui-monospace,"DejaVu Sans Mono",monospace}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.pages.chart import BOTTOM, NAME_HEIGHT, TOP, WIDTH, Series, apart, chart, noisy, smooth, ticks
+from keyhole.pages.chart import BOTTOM, TOP, WIDTH, Series, chart, noisy, smooth, ticks
 from tests.pages.made import PAGES, Reader
 
 values = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60)
@@ -78,29 +78,12 @@ def test_every_page_is_whole(name: str) -> None:
     assert {"svg", "table"} <= Reader.of(PAGES[name]()).names
 
 
-@pytest.mark.parametrize("count", [1, 6, 12, 40])
-def test_names_stand_apart_in_a_column_beside_the_curves(count: int) -> None:
-    """Curves that end at the same value, at different steps, get names that cover neither each other nor a curve."""
-    lines = [Series(f"m{i}", i, [0.0, 1.0 + i % 3], [1.0, 0.0]) for i in range(count)]
+def test_names_are_listed_in_the_order_of_the_curves_ends() -> None:
+    lines = [
+        Series(name, i, [0.0, 1.0], [1.0, end]) for i, (name, end) in enumerate({"a": 1.0, "b": 3.0, "": 2.0}.items())
+    ]
     svg = chart(lines, "t", "x", "y")
-    names = [(float(x), float(y)) for x, y in re.findall(r'class="name[^>]* x="([0-9.]+)" y="([0-9.]+)"', svg)]
-    assert len(names) == count and len({x for x, _ in names}) == 1
-    assert names[0][0] > max(x for x, _ in points(svg))
-    heights = sorted(y for _, y in names)
-    gaps = [b - a for a, b in zip(heights, heights[1:], strict=False)]
-    assert all(gap >= NAME_HEIGHT - 0.11 for gap in gaps)
-    assert TOP <= heights[0] and heights[-1] < height_of(svg) - BOTTOM
-
-
-@given(st.lists(st.floats(0, 300), max_size=15))
-def test_names_stand_apart_inside_the_plot(heights: list[float]) -> None:
-    """Never closer than a line of text, out of the plot or in another order; nothing moves that has room already."""
-    heights = sorted(heights)
-    placed = apart(heights, 0.0, 300.0)
-    assert all(b - a >= NAME_HEIGHT - 1e-6 for a, b in zip(placed, placed[1:], strict=False))
-    assert all(-1e-6 <= y <= 300 + 1e-6 for y in placed)
-    if all(b - a >= NAME_HEIGHT for a, b in zip(heights, heights[1:], strict=False)):
-        assert placed == heights
+    assert re.findall(r"</span>([^<]*)</li>", svg) == ["b", "a"]
 
 
 def test_times_that_differ_by_far_are_drawn_on_a_logarithmic_axis() -> None:
