@@ -14,9 +14,9 @@ since it may be replayed before they are used. So such forwards have pools of th
 inputs, in which memory is reused from one block to a later one only; a forward that is captured out of order begins a
 new one.
 
-Updates that are kernels at fixed addresses, with their numbers on the device, are recorded as well. A block runs on
-static memory once before it is captured, since what is compiled or chosen then cannot be. A resident block always has
-the same addresses, a streamed one has those of its slot.
+Updates that are kernels at fixed addresses, with their numbers on the device, are recorded as well. A compiled
+block runs on static memory once before it is captured, since what is compiled or chosen then cannot be. A resident
+block always has the same addresses, a streamed one has those of its slot.
 
 A visit is recorded if it is a function of its inputs and weights (no mapping, no random numbers), all blocks are small
 in all passes of the step, the budget, if there is one, has room for all of a step, no block is used twice in a pass (a
@@ -97,7 +97,6 @@ class RecordedBlocks(Recorder):
         self.parameters = [list(block.parameters()) for block in model.blocks]
         self.all = {id(tensor.param) for tensor in model.layout.tensors}
         self.hooks = [UsersHooks(block.modules()) for block in model.blocks]
-        self.hooked: set[int] = set()  # blocks with hooks of the user's, in this step
         self.visited: set[tuple[int, int]] = set()  # (pass, block) of this forward pass
         self.repeats = False  # whether a block is used twice in a pass
         self.tokens: list[int] = []  # per pass of this step
@@ -106,7 +105,6 @@ class RecordedBlocks(Recorder):
 
     def begin(self, batches: list[DeviceBatch]) -> bool:
         """A step begins; returns whether its blocks are recorded."""
-        self.hooked = {block for block, hooks in enumerate(self.hooks) if hooks.any()}
         self.tokens = [one.inputs["input_ids"].numel() for one in batches]
         return 2 * block_bytes(self.model.layout, itemsize=1) * max(self.tokens) <= SMALL_FLOP
 
@@ -136,7 +134,7 @@ class RecordedBlocks(Recorder):
         return self.gathered.in_front_of(sink)
 
     def _takes(self, visit: KeptInputs) -> bool:
-        return visit.is_plain and not self.repeats and visit.block not in self.hooked
+        return visit.is_plain and not self.repeats and not self.hooks[visit.block].any()
 
     def _weights(self, visit: KeptInputs) -> tuple[Hashable, ...]:
         """Where the block's weights are, and which of them are trained: a user may freeze some between steps."""
@@ -184,7 +182,7 @@ class RecordedBlocks(Recorder):
                 kept[:] = [visit.graph(values, partial(self._run_whole, block))]
                 return kept[0].result[0]
 
-            run()
+            self._rehearse(run)
             kept.clear()  # else nodes of its parameters, of the ordinary stream, would be those of the captured graph
             pool = self._kept_pool((turn, key[3]), block)
             self.verify(key, self.capture(run, pool, "kept graphs"), expected)
@@ -193,11 +191,16 @@ class RecordedBlocks(Recorder):
             else:
                 one.kept = kept
         if self.recordings[key] is None:
-            visit.run_first(static)
+            self._rehearse(lambda: visit.run_first(static))
             self.verify(key, self.capture(lambda: visit.run_first(static)[0]), expected)
         if (one := self.recordings[key]) is not None:
             self.ran[here] = one
         return expected
+
+    def _rehearse(self, run: Callable[[], Any]) -> None:
+        """Compiled blocks (the only ones that we do not recompute): what is compiled now is not in the capture."""
+        if self.recompute is None:
+            run()
 
     def _run_whole(self, block: int, call: Callable[[], Any]) -> Any:
         """A run of a block whose graph is kept for good: it must not hold what this object holds."""
@@ -280,7 +283,7 @@ class RecordedBlocks(Recorder):
                 made = kept[0] if kept else visit.graph(inputs, run_again)
                 return made.gradients(of_outputs, own, keep=bool(kept))
 
-            run()
+            self._rehearse(run)
             for flat, old in zip(memory, before, strict=True):
                 flat.copy_(old)
             one = self.capture(run)

@@ -133,7 +133,13 @@ def outputs_of_every_block(model: keyhole.Model) -> tuple[list[list[torch.Tensor
     return at_once, later
 
 
-def what_a_block_returned_stays(device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_a_block_returned_stays(device: str, request: pytest.FixtureRequest) -> None:
+    """The hidden states of all layers, read when the model has run: no later block has overwritten them."""
+    if device == "cpu":
+        request.getfixturevalue("pretended")
+    elif not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     plain = outputs_of_every_block(load("llama", graphs=False, device=device))
     model = graphed(device=device)
     at_once, later = outputs_of_every_block(model)
@@ -141,19 +147,6 @@ def what_a_block_returned_stays(device: str) -> None:
     assert graphs.recordings and all(graphs.recordings.values()) and all(graphs.checked.values())
     for mine in (at_once, later):
         assert len(mine) == len(plain[0]) and all(torch.equal(a, b) for a, b in zip(mine, plain[0], strict=True))
-
-
-@pytest.mark.usefixtures("pretended")
-def test_what_a_block_returned_stays() -> None:
-    """The hidden states of all layers, read when the model has run: no later block has overwritten them."""
-    what_a_block_returned_stays("cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_a_block_returned_stays_on_a_gpu() -> None:
-    """The same with real graphs."""
-    what_a_block_returned_stays("cuda")
 
 
 @pytest.mark.usefixtures("pretended")
@@ -167,20 +160,6 @@ def test_blocks_with_factors_have_graphs_of_their_own() -> None:
     graphs = model.graphs
     assert len(graphs.recordings) == model.layout.block_count and all(graphs.recordings.values())
     assert all(graphs.checked.values()) and losses[0] == losses[1]
-
-
-@pytest.mark.usefixtures("pretended")
-@torch.no_grad()
-def test_a_pool_whose_last_graph_is_gone_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first recording gives other bits and is dropped, and PyTorch's pool with it; the next one has a new pool."""
-    pools, used = itertools.count(), []
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
-    monkeypatch.setattr(Recorder, "capture_begin", lambda self, pool, **_: used.append(pool) or self.__enter__())
-    recorded, x = recorder.Recorder(SpareMemory(None, torch.device("cpu")), most=9), torch.ones(4)
-    for key, run in enumerate((lambda: x + torch.rand(4), lambda: 2 * x)):
-        recorded.verify(key, recorded.capture(run), run())
-    assert [one is not None for one in recorded.recordings.values()] == [False, True]
-    assert used[0] != used[1]
 
 
 class Pair(nn.Module):
@@ -304,25 +283,26 @@ def test_a_hook_of_the_user_s_is_called_at_every_step(pretended: None) -> None:
 
 @pytest.mark.usefixtures("pretended")
 @torch.no_grad()
-def test_a_pool_whose_capture_failed_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch may refuse it; other shapes are recorded all the same, while earlier graphs are alive."""
-    pools, used, fails = itertools.count(), [], [2]
+def test_a_pool_is_not_used_again_after_its_last_graph_or_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch frees it, or may refuse it; other shapes are recorded all the same. The first recording here gives other
+    bits and is dropped, the third capture fails."""
+    pools, used = itertools.count(), []
 
     def begin(self: Recorder, pool: int, **_: Any) -> None:
         used.append(pool)
-        if len(used) in fails:
+        if len(used) == 3:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.__enter__()
 
     monkeypatch.setattr(Recorder, "capture_begin", begin)
     monkeypatch.setattr(Stream, "device_index", 0, raising=False)
-    model = graphed(device="cpu")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
-    for length in (5, 7, 9):
-        x = torch.ones(length)
-        model.graphs.capture(lambda x=x: 2 * x)
-        model.graphs.recordings[length] = object()  # type: ignore[assignment]  # alive
-    assert used[0] == used[1] != used[2]
+    recorded, x = recorder.Recorder(SpareMemory(None, torch.device("cpu")), most=9), torch.ones(4)
+    runs = (lambda: x + torch.rand(4), lambda: 2 * x, lambda: 3 * x, lambda: 4 * x)
+    for key, run in enumerate(runs):
+        recorded.verify(key, recorded.capture(run), run())
+    assert [one is not None for one in recorded.recordings.values()] == [False, True, False, True]
+    assert used[0] != used[1] == used[2] != used[3]
 
 
 def test_hooks_of_users_are_told_from_those_that_are_always_there() -> None:
