@@ -4,7 +4,6 @@ trainer.py     KeyholeTrainer, a transformers.Trainer whose step is a keyhole me
                other subclass of Trainer (TRL's SFTTrainer)
 arguments.py   KeyholeArguments: TrainingArguments with method, placement and budget; loads the model and creates the
                method that they ask for
-batches.py     the batches of a data collator as keyhole's model takes them
 refusals.py    unsupported arguments, with the reasons
 checkpoints.py the method's state in a Trainer's checkpoint, and its name in the model card
 

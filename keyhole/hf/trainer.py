@@ -24,9 +24,8 @@ any other Trainer, as the first base: `class MyTrainer(KeyholeMixin, SFTTrainer)
 """
 
 import os
-import pickle
-import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +39,19 @@ from keyhole.checkpoint.state import State
 from keyhole.errors import UserError
 from keyhole.hf import checkpoints, refusals
 from keyhole.hf.arguments import KeyholeArguments, load_model, make_method, wanted
-from keyhole.hf.batches import no_labels, tensors_of, trains_nothing
 from keyhole.methods.base import Method
+from keyhole.model.classification import MULTI_LABEL, REGRESSION, problem_of
 from keyhole.model.model import Model
+from keyhole.model.rows import IGNORED
 from keyhole.plan.dtype import NAMES
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
 else:
     Base = object
+# Redundant for packed samples: position_ids say the same
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+SWITCHES = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")  # they change no loss
 OWN = ("method", "settings", "placement", "gpu_memory", "dtype", "wire", "weight_decay_on", "max_length")
 
 
@@ -59,16 +62,12 @@ class KeyholeMixin(Base):
     method: Method
     optimizer: torch.optim.Optimizer | None
 
-    def __init__(
-        self, model: object = None, args: TrainingArguments | None = None, *rest: object, **options: Any
-    ) -> None:
+    def __init__(self, model: object = None, args: TrainingArguments | None = None, **options: Any) -> None:
         """model: a directory, a hub id, a config, or the result of keyhole.load. method, settings, placement,
         gpu_memory, dtype, wire, weight_decay_on and max_length (for the plan) may be given here or in
         KeyholeArguments; everything else is the Trainer's."""
         args = KeyholeArguments(output_dir="tmp_trainer") if args is None else args
         given = {name: options.pop(name, None) for name in OWN}
-        if rest:
-            raise UserError("KeyholeTrainer: give everything after model and args by name")
         if isinstance(model, Model):
             refusals.check_loaded(args, given)
         refusals.check_class(type(self), KeyholeMixin)
@@ -88,13 +87,7 @@ class KeyholeMixin(Base):
         self._uncounted: int | None = None  # steps counted at the last update
         self._trained: list[str] = []  # what was trained when the method was made
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
-        try:
-            super().__init__(model=self.keyhole.module, args=args, **options)
-        except TypeError as error:
-            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if found is None or found[1] not in options:
-                raise
-            raise refusals.misplaced(type(self), args, found[1]) from None
+        super().__init__(model=self.keyhole.module, args=args, **options)
         rows = len(self.keyhole.module.get_input_embeddings().weight)
         if self.model is not self.keyhole.module or rows != self.keyhole.layout.table.shape[0]:
             raise UserError(
@@ -227,14 +220,6 @@ class KeyholeMixin(Base):
             checkpoints.load_method(path, self._checkpoint, self.method)
             checkpoints.load_rate(path, self._checkpoint, self.method, self.lr_scheduler, rate)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        try:
-            super()._load_rng_state(checkpoint)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise UserError(
-                f"resume_from_checkpoint: {checkpoint}: rng_state.pth cannot be read: {error}; go on from an older one"
-            ) from error
-
     def _load_best_model(self) -> None:
         """Loads the weights of the best checkpoint, and what the method has learned beside them."""
         best, beside = self.state.best_model_checkpoint, refusals.learns_beside(self.method)
@@ -255,6 +240,31 @@ class KeyholeMixin(Base):
         if beside:
             state = checkpoints.verified(Path(best), self._wanted, self._trained)
             checkpoints.load_method(Path(best), state, self.method)
+
+
+def tensors_of(inputs: object) -> dict[str, torch.Tensor]:
+    """The inputs of the model; keyhole refuses unknown ones."""
+    if not isinstance(inputs, Mapping):
+        raise UserError(f"batch: found a {type(inputs).__name__}; data_collator must return a dict of tensors")
+    said = PACKED if "position_ids" in inputs else ()
+    given = {name: x for name, x in inputs.items() if x is not None and name not in said and name not in SWITCHES}
+    if other := [f"{name} is a {type(x).__name__}" for name, x in given.items() if not isinstance(x, torch.Tensor)]:
+        raise UserError(f"batch: {', '.join(other)}; data_collator must return tensors, of what the model is given")
+    return {name: x.cpu() for name, x in given.items()}
+
+
+def trains_nothing(batches: list[dict[str, torch.Tensor]]) -> bool:
+    """Whether no token of a step of a decoder is trained on: every label is IGNORED, or the first of its row."""
+    labels = [batch["labels"] for batch in batches if "labels" in batch and batch["labels"].ndim == 2]
+    return len(labels) == len(batches) and all(bool((each[:, 1:] == IGNORED).all()) for each in labels)
+
+
+def no_labels(config: Any, rows: int) -> torch.Tensor:
+    """Labels for rows that have none, in the form that a classifier's loss needs; the loss is not used."""
+    problem = problem_of(config)
+    if problem == MULTI_LABEL or (problem == REGRESSION and config.num_labels > 1):
+        return torch.zeros(rows, config.num_labels)
+    return torch.zeros(rows, dtype=torch.long)
 
 
 class Shell(nn.Module):
