@@ -24,6 +24,7 @@ any other Trainer, as the first base: `class MyTrainer(KeyholeMixin, SFTTrainer)
 """
 
 import os
+import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -219,6 +220,14 @@ class KeyholeMixin(Base):
             path, rate = Path(checkpoint), self.args.learning_rate
             checkpoints.load_method(path, self._checkpoint, self.method)
             checkpoints.load_rate(path, self._checkpoint, self.method, self.lr_scheduler, rate)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_rng_state(checkpoint)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise UserError(
+                f"resume_from_checkpoint: {checkpoint}: rng_state.pth cannot be read: {error}; go on from an older one"
+            ) from error
 
     def _load_best_model(self) -> None:
         """Loads the weights of the best checkpoint, and what the method has learned beside them."""

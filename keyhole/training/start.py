@@ -148,8 +148,11 @@ def prepare_push(config: TrainConfig, dry_run: bool) -> str:
 def push(root: Path, name: str, private: bool | None) -> None:
     from keyhole.hub import push as hub
 
-    with suppress(OSError):  # the output may be closed
-        try:
-            print(f"pushed: {hub.push(root, name, private=private, say=print)}", flush=True)
-        except UserError as error:
-            raise UserError(f"{error}. The model is in {root}; push it later: keyhole push {root} {name}") from error
+    def say(line: str) -> None:
+        with suppress(OSError):  # the output may be closed
+            print(line, flush=True)
+
+    try:
+        say(f"pushed: {hub.push(root, name, private=private, say=say)}")
+    except UserError as error:
+        raise UserError(f"{error}. The model is in {root}; push it later: keyhole push {root} {name}") from error
