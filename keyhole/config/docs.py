@@ -39,21 +39,19 @@ def plain(value: object) -> str:
     return dump(value).removesuffix("\n").removesuffix("\n...")
 
 
-def by_section() -> Iterator[tuple[str | None, str, list[Setting]]]:
-    """(section or None, what it is, its settings), the top level first."""
-    table = list(settings().values())
-    yield None, TrainConfig.__doc__ or "", [s for s in table if s.section is None]
+def by_section() -> Iterator[tuple[str, str, list[Setting]]]:
+    """(section, "" at the top level; what it is; its settings), the top level first."""
     rates = {row.section: f" Default learning_rate: {row.learning_rate:g}." for row in METHODS.values()}
-    for name, cls in sections().items():
-        yield name, (cls.__doc__ or "") + rates.get(name, ""), [s for s in table if s.section == name]
+    for name, cls in {"": TrainConfig, **sections()}.items():
+        group = [s for s in settings().values() if s.section == (name or None)]
+        yield name, (cls.__doc__ or "") + rates.get(name, ""), group
 
 
 def markdown() -> str:
     """The text of docs/config.md."""
     lines = [HEAD]
     for name, about, group in by_section():
-        title = "Top level" if name is None else f"`{name}`"
-        lines += [f"## {title}", "", about, ""]
+        lines += [f"## {f'`{name}`' if name else 'Top level'}", "", about, ""]
         lines += ["| key | type | default | |", "|---|---|---|---|"] if group else ["(No keys of its own.)"]
         for s in group:
             kind = "a section below" if s.key == "method" else describe(s.type).replace("|", "\\|")
@@ -80,13 +78,11 @@ def annotated(config: TrainConfig) -> str:
     for name, about, group in by_section():
         if name in others:
             continue
-        indent = "" if name is None else "  "
-        lines += [f"# {about}", f"{name}:"] if name is not None and group else []
+        indent, own = ("  ", values[name]) if name else ("", values)
+        lines += [f"# {about}", f"{name}:"] if name and group else []
         for s in group:
-            value = values[s.key] if name is None else values[name][s.key.removeprefix(f"{name}.")]
             key = s.key.rpartition(".")[2]
-            body = dump({key: value}).rstrip("\n").split("\n")
-            lines += [f"{indent}# {s.doc}"] + [indent + line for line in body]
+            lines += [f"{indent}{line}" for line in (f"# {s.doc}", *dump({key: own[key]}).rstrip("\n").split("\n"))]
     return "\n".join(lines)
 
 

@@ -129,6 +129,11 @@ def verified(directory: Path, asked: Wanted, trained: list[str]) -> State:
     except Damaged as error:
         raise UserError(f"resume_from_checkpoint: {directory}: {error}; go on from an older one") from error
     about, row = state.config, asked.row
+    if not {METHOD, RATE, SETTINGS, TRAINED} <= about.keys():
+        raise UserError(
+            f"resume_from_checkpoint: {directory} is of another version of keyhole; start a new run with its weights "
+            "as model"
+        )
     if about[METHOD] != row.name:
         made_by = f"was made by method={about[METHOD]}, this run has {row.name}"
         raise UserError(f"resume_from_checkpoint: {directory} {made_by}")
