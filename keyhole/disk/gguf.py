@@ -13,9 +13,9 @@ The config.json of the original model must be beside the file.
 A large model is cut into parts, NAME-00001-of-00003.gguf and so on. Each has a header of its own, for the tensors in
 it; what is said of the model (its architecture, its heads) is in the first part alone, so that is read first.
 
-The file is mapped and untrusted: every length is checked against the size of the file (the package's own reader takes
-memory for what a header claims). A header holds the vocabulary, and takes a fraction of a second: it is parsed once for
-a file and kept, as long as the file is the same by its inode, size and times.
+The file is mapped and untrusted: whatever is read takes some of its bytes, so a header cannot claim more than there is.
+(The package's own reader takes a minute and 0.7 GB for Llama 3's vocabulary.) A header takes a fraction of a second: it
+is parsed once for a file and kept, as long as the file is the same by its inode, size and times.
 """
 
 import math
@@ -101,30 +101,26 @@ class _Reader:
     def string(self) -> str:
         return self.take(self.number("Q")).decode("utf-8", "replace")
 
-    def value(self, kind: int, depth: int = 0) -> Any:
+    def value(self, kind: int) -> Any:
         """A metadata value; arrays are skipped, and None is returned."""
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind == STRING:
             return self.string()
-        if kind != ARRAY or depth > 2:
-            raise ValueError(f"its metadata have a value of type {kind}")
-        inner, count = self.number("I"), self.number("Q")
+        inner, count = (self.number("I"), self.number("Q")) if kind == ARRAY else (None, 0)
         if inner in NUMBERS:
             self.take(count * struct.calcsize(f"<{NUMBERS[inner]}"))
-            count = 0
-        elif count > len(self.data):
-            raise ValueError("it ends in the middle of its header")
-        for _ in range(count):
-            self.value(inner, depth + 1)
+        elif inner == STRING:
+            for _ in range(count):  # each takes some of the file
+                self.string()
+        else:
+            raise ValueError(f"its metadata have a value of type {kind}")
         return None
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """What is listed of a tensor: its name, shape, type and offset."""
-        name, dims = self.string(), self.number("I")
-        if dims > 4:
-            raise ValueError(f"{name:.60} has {dims} dimensions")
-        sides = tuple(self.number("Q") for _ in range(dims))
+        name = self.string()
+        sides = tuple(self.number("Q") for _ in range(self.number("I")))
         return name, sides[::-1], self.number("I"), self.number("Q")
 
 
@@ -154,8 +150,6 @@ def _parse(data: mmap.mmap, first: Header | None) -> Header:
     version, tensors, pairs = reader.number("I"), reader.number("Q"), reader.number("Q")
     if version not in (2, 3):
         raise ValueError(f"it is of version {version}; 2 and 3 are read")
-    if max(tensors, pairs) > len(data):
-        raise ValueError("it ends in the middle of its header")
     about = {reader.string(): reader.value(reader.number("I")) for _ in range(pairs)}
     listed = [reader.tensor() for _ in range(tensors)]
     align = about.get("general.alignment", 32)

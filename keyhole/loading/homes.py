@@ -37,10 +37,22 @@ def make_engine(
 ) -> Engine:
     """Homes for all units, still empty, and the engine that moves them: for one process, for units that are sharded
     over the ranks, or for ranks that each upload a part of a unit."""
-    layout, placed = ready.layout, ready.placed
+    layout, placed, row = ready.layout, ready.placed, METHODS.get(work.method)
     ranks.barrier()  # every rank has planned with the free memory, and none has allocated yet
-    shared = _shared(layout, placed, work, ranks)
-    sharded = _sharded(layout, placed, work, ranks)
+    how = None if row is None else row.ranks
+    shared = sharded = frozenset[int]()
+    if how == "replicas" and ranks.has_neighbours:  # each rank computes with all weights; other units change every step
+        shared = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
+        _check_same(layout, shared, ranks)
+        if shared and ranks.local_size > 1:
+            placed.reasons.append(
+                f"host memory: {ranks.local_size} ranks share one copy of the {len(shared)} streamed units"
+            )
+    elif how == "shards" and ranks.several:  # embedding and spine are small, and replicated on every rank
+        sharded = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
+        _check_same(layout, None, ranks)
+        count = f"{len(sharded)} units (blocks and head)"
+        placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {count}")
     gathers = _gathers(gather, shared, work, ranks)
     homes = _reserve(layout, placed, ready.formats, device, shared, sharded, ranks)
     options["slot_count"] = (
@@ -56,47 +68,20 @@ def make_engine(
     return Engine(homes, placed.streamed, device, shared=shared, **options)
 
 
-def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
-    """Units of which the ranks of a machine share one copy: streamed blocks, if each rank computes with all weights.
-    (Table, head and spine change every step, and are a small part.)"""
-    row = METHODS.get(work.method)
-    if not ranks.has_neighbours or row is None or row.ranks != "replicas":
-        return frozenset()
-    found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
-    said = ranks.objects((ranks.machine, ranks.rank, found))
-    for machine, rank, its in said:
-        if machine == ranks.machine and its != found:
-            raise UserError(
-                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units, of which those of a machine "
-                "share one copy, since other memory is free on their GPUs; set gpu_memory to what all of them have"
-            )
-    if len({bool(its) for _, _, its in said}) > 1:  # all ranks rewrite shared units together
-        rank = next(rank for _, rank, its in said if not its)
+def _check_same(layout: Layout, shared: frozenset[int] | None, ranks: Ranks) -> None:
+    """UserError if other ranks would cut the model into other units, or if those that ranks of a machine share are not
+    the same there, or none elsewhere (all ranks rewrite shared units together)."""
+    mine = [unit.start for unit in layout.units]
+    for rank, (machine, cut, its) in enumerate(ranks.objects((ranks.machine, mine, shared))):
+        if shared is None and cut != mine:
+            what = "ranks would cut the model into different units"
+        elif its != shared and (machine == ranks.machine or not its or not shared):
+            what = f"ranks {ranks.rank} and {rank} would stream different units, of which a machine's share one copy"
+        else:
+            continue
         raise UserError(
-            f"gpu_memory: the ranks of a machine would share one copy of the units that they stream, but rank {rank} "
-            "streams nothing; set gpu_memory to what all of them have"
+            f"gpu_memory: {what}, since other memory is free on their GPUs; set gpu_memory to what all of them have"
         )
-    if found and ranks.local_size > 1:
-        placed.reasons.append(
-            f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
-        )
-    return found
-
-
-def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
-    """Units that are sharded: blocks and head. Table and spine are small, and replicated on every rank."""
-    row = METHODS.get(work.method)
-    if not ranks.several or row is None or row.ranks != "shards":
-        return frozenset()
-    cut = [unit.start for unit in layout.units]
-    if any(its != cut for its in ranks.objects(cut)):
-        raise UserError(
-            "gpu_memory: ranks would cut the model into different units, since other memory is free on their GPUs; set "
-            "gpu_memory to what all of them have"
-        )
-    found = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
-    placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {len(found)} units (blocks and head)")
-    return found
 
 
 def _gathers(way: str, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:

@@ -125,17 +125,11 @@ class Row:
     bound_by: str
     fits: bool
     seconds: StepSeconds
-    missing: str = ""
-    """Which memory is missing, if it does not fit."""
-    refused: str = ""
-    """Why `keyhole train` would refuse a run of this many steps without another setting."""
-    on_gpu: float = 1.0
-    """Share of the weights that stay on the GPU."""
-    full: bool = True
-    """Whether all parameters of the model are trained."""
-    stored: str = ""
-    """The name of the storage format of the weights at home and on the link; `wire` is the setting, None for the dtype
-    itself."""
+    missing: str = ""  # which memory, if it does not fit
+    refused: str = ""  # why `keyhole train` would refuse a run of this many steps without another setting
+    on_gpu: float = 1.0  # share of the weights that stay on the GPU
+    full: bool = True  # all parameters of the model are trained
+    stored: str = ""  # the storage format at home and on the link; `wire` is the setting, None for the dtype itself
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -193,19 +187,16 @@ def plan_row(question: Question, traits: Traits, placement: str, wire: str | Non
     if placement != "resident":
         if not whole.of_kind("block") or question.gpu_bytes is None and placement == "auto":
             return None
-        budget = question.gpu_bytes if placement == "auto" else None
+        auto, room_on_gpu = placement == "auto", question.gpu_bytes
+        if auto and costs.of(whole, set()).total <= (room_on_gpu or 0):
+            return None
         try:
-            layout, streamed = fit(question.module, costs, budget, question.find)
+            layout, streamed = fit(question.module, costs, room_on_gpu if auto else None, question.find)
         except UserError:  # below the minimum: the row with everything streamed says what is missing
             return None
-        if not streamed:
+        if not streamed or (auto and len(streamed) == len(layout.units) - 1):
             return None
-        if placement == "auto" and costs.of(whole, set()).total <= (question.gpu_bytes or 0):
-            return None
-        if placement == "auto" and len(streamed) == len(layout.units) - 1:
-            return None
-        room_on_gpu = question.gpu_bytes
-        if placement == "stream" and room_on_gpu is not None and costs.of(layout, streamed).total > room_on_gpu:
+        if not auto and room_on_gpu is not None and costs.of(layout, streamed).total > room_on_gpu:
             cut = costs.may_cut_rows, costs.may_cut_experts
             largest = None if costs.keeps_blocks_whole else question.find(question.module, 1, *cut).largest_block_unit
             layout = question.find(question.module, largest, *cut)

@@ -99,7 +99,7 @@ HARMS = {
     "is of type 99": header(1, 1, LLAMA + ONE[:-12] + struct.pack("<IQ", 99, 0)),
     "cannot have": header(1, 1, LLAMA + text("output.weight") + struct.pack("<IQQIQ", 2, 33, 1, 2, 0)),
     "of no model of architecture": header(1, 1, LLAMA + text("../../etc") + struct.pack("<IQIQ", 1, 32, 0, 0)),
-    "dimensions": header(1, 1, LLAMA + text("output.weight") + struct.pack("<I", 2**31)),
+    "in the middle of its": header(1, 1, LLAMA + text("output.weight") + struct.pack("<I", 2**31)),
     "alignment": header(0, 1, text("general.alignment") + struct.pack("<II", 4, 0)),
     "head counts": header(1, 1, LLAMA + text("blk.0.attn_q.weight") + struct.pack("<IQQIQ", 2, 32, 4, 0, 0))
     + b"\0" * 999,

@@ -140,7 +140,7 @@ def test_what_cannot_gather_says_why(ranks: Ranks, method: str, placement: str, 
 
 def test_ranks_that_would_stream_different_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one copy of them."""
-    monkeypatch.setattr(Two, "objects", lambda self, x: [x, (self.machine, 1, frozenset())])
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, (self.machine, x[1], frozenset())])
     how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=8)}
     with pytest.raises(UserError, match="gpu_memory: ranks 0 and 1 would stream different units"):
         keyhole.load(config("llama"), ranks=Two(), **how)
@@ -151,8 +151,8 @@ def test_machines_that_would_not_all_share_are_refused(monkeypatch: pytest.Monke
     machine has."""
     how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=8)}
     monkeypatch.setattr(Two, "size", 3)
-    monkeypatch.setattr(Two, "objects", lambda self, x: [x, ("0", 1, x[2]), ("1", 2, frozenset())])
-    with pytest.raises(UserError, match="rank 2 streams nothing; set gpu_memory"):
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, ("0", *x[1:]), ("1", x[1], frozenset())])
+    with pytest.raises(UserError, match="ranks 0 and 2 would stream different units.*set gpu_memory"):
         keyhole.load(config("llama"), ranks=Two(), **how)
 
 
@@ -165,7 +165,7 @@ def test_ranks_that_shard_have_equally_many_slots(monkeypatch: pytest.MonkeyPatc
 
 def test_ranks_that_would_cut_other_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They exchange them whole."""
-    monkeypatch.setattr(Two, "objects", lambda self, x: [x, x[:-1] if isinstance(x, list) else x])
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, (x[0], x[1][:-1], x[2]) if isinstance(x, tuple) else x])
     how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("lomo", tokens=8)}
     with pytest.raises(UserError, match="gpu_memory: ranks would cut the model into different units"):
         keyhole.load(config("llama"), ranks=Two(), **how)
