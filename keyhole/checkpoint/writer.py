@@ -48,8 +48,15 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
-from keyhole.model.weights.save import bad_tensor, write_files, write_state_parts
-from keyhole.model.weights.saved_files import names_on_disk, plan_files, small_files, write_contents
+from keyhole.model.weights.save import (
+    bad_tensor,
+    names_on_disk,
+    plan_files,
+    small_files,
+    write_contents,
+    write_files,
+    write_state_parts,
+)
 
 SLACK_BYTES = 2**30  # host memory that is left free
 MARGIN_BYTES = 64 * 2**20  # of the disk, for small files

@@ -19,7 +19,7 @@ from keyhole.data.batches import collate
 from keyhole.data.dataset import Sample
 from keyhole.errors import NonFinite
 from keyhole.model.model import Model
-from keyhole.model.weights.saved_files import first_bad_tensor
+from keyhole.model.weights.save import first_bad_tensor
 
 BATCH_TOKENS = 4096
 PASSES = 4

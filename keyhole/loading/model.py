@@ -33,7 +33,7 @@ from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.source import has_adapter
 from keyhole.model.weights.read import fill_from, fill_random
-from keyhole.model.weights.saved_files import no_progress_bars
+from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.engine import EngineOptions
 from keyhole.offload.gather import WAYS, GatheringEngine

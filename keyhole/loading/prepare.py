@@ -32,8 +32,8 @@ from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.skeleton import build, is_classifier, read_config
 from keyhole.model.structure.source import find_directory
 from keyhole.model.structure.tokenizer import read_tokenizer
+from keyhole.model.weights.fit import choose_format, forget_what_is_read
 from keyhole.model.weights.format import Wire
-from keyhole.model.weights.published import choose_format, forget_what_is_read
 from keyhole.plan.dtype import DtypeChoice, choose_dtype
 from keyhole.plan.placement import Placement, place
 

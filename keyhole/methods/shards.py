@@ -5,7 +5,7 @@ gradients of a block in a buffer with the layout of the block's units. When a un
 
     g_r = sum over ranks of their gradient, this rank's part     pieces are exchanged and added in the order of ranks
 
-and the method uses it (lomo/shards.py, adam_offload/shards.py). Table and spine are replicated on every rank: their
+and the method uses it (lomo/update.py, adam_offload/shards.py). Table and spine are replicated on every rank: their
 gradients are summed, and every rank makes the same update. A tensor for which no rank has a gradient stays unchanged,
 as in one process; ranks exchange which tensors these are only if that makes a difference.
 
@@ -39,23 +39,6 @@ class Piece:
     end: int
     w: torch.Tensor
     grad: torch.Tensor
-
-    @property
-    def first_row(self) -> int:
-        return self.begin // self.tensor.shape[1]
-
-    def as_rows(self, elements: torch.Tensor) -> torch.Tensor:
-        """The rows of a matrix that contain these elements, zero elsewhere."""
-        columns = self.tensor.shape[1]
-        rows = -(-self.end // columns) - self.first_row if self.begin < self.end else 0
-        found = elements.new_zeros(rows, columns)
-        self.of_rows(found).copy_(elements)
-        return found
-
-    def of_rows(self, rows_SC: torch.Tensor) -> torch.Tensor:
-        """These elements, cut from their rows."""
-        first = self.begin - self.first_row * self.tensor.shape[1]
-        return rows_SC.view(-1)[first : first + self.end - self.begin]
 
 
 class GradientParts(Sink):
@@ -108,10 +91,12 @@ class GradientParts(Sink):
         """Takes the gradient of a tensor of table or spine, summed over ranks in float32."""
         raise NotImplementedError  # abstract
 
-    def forget(self, unit: Unit) -> None:
-        """Drops the gradients of a unit that were used in another way."""
+    def whole_gradients(self, unit: Unit, tensors: list[FlatTensor]) -> list[tuple[FlatTensor, torch.Tensor]]:
+        """These tensors of a unit with their gradients, summed over the ranks in float32; clears the unit."""
         begin, numel = self.place[unit.index]
+        total = self.ranks.sum(self.buffer[begin : begin + numel])
         self.buffer[begin : begin + numel].zero_()
+        return [(tensor, view(total, tensor, unit.start)) for tensor in tensors]
 
     def part_of(self, unit: Unit) -> torch.Tensor:
         """This rank's part of a unit's gradients, summed over the ranks in float32; clears the unit in the buffer."""

@@ -13,8 +13,7 @@ from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.text import counted, printable
 from keyhole.model.structure.source import has_adapter
-from keyhole.model.weights.save import bad_tensor, write_parts, write_state_parts
-from keyhole.model.weights.saved_files import first_bad_tensor
+from keyhole.model.weights.save import bad_tensor, first_bad_tensor, write_parts, write_state_parts
 from keyhole.report.story import DONE, FAILED, STOPPED
 from keyhole.training.checks import Divergence, FirstSteps
 from keyhole.training.evaluation import Evaluation

@@ -157,7 +157,7 @@ def test_files_that_are_no_files_are_refused(whole: Path, tmp_path: Path) -> Non
 def in_shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shards") / "checkpoint-12"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("keyhole.model.weights.saved_files.SHARD_BYTES", 50_000)
+        patch.setattr("keyhole.model.weights.save.SHARD_BYTES", 50_000)
         write(path, keyhole.load(tiny_model, device="cpu"))
     return path
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from keyhole.errors import NonFinite
-from keyhole.model.weights.saved_files import first_bad_tensor
+from keyhole.model.weights.save import first_bad_tensor
 from keyhole.report.entries import read_metrics
 from keyhole.training.metrics import MOST_SKIPS, QueuedStep, Reading, Recorder
 from keyhole.training.records import MetricsFile

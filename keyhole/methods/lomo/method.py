@@ -28,10 +28,9 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.base import State
 from keyhole.methods.frame import Backward, GradientMethod
-from keyhole.methods.lomo.shards import Shards
 from keyhole.methods.lomo.traits import LOMO as ROW
 from keyhole.methods.lomo.traits import LOMOSettings
-from keyhole.methods.lomo.update import Norms, Now, Update
+from keyhole.methods.lomo.update import Now, Shards, Update
 from keyhole.methods.step_numbers import Flags, StepNumbers
 
 KEPT = {
@@ -88,8 +87,8 @@ class LOMO(GradientMethod):
         self.norm, fine = None, torch.isfinite(loss)
         update.scale.copy_(torch.where(fine, 1 / factor, torch.nan))
         if self.norm_first and not (self.reads and not fine):
-            update.now.measures = False
-            self._run(backward, Norms(update), factor, last=False)
+            update.now = Now(only_norm=True)
+            self._run(backward, factor, last=False)
             self.norm = update.tally.norm()
             self._drop_beside()
             fine = fine & torch.isfinite(self.norm)
@@ -104,7 +103,7 @@ class LOMO(GradientMethod):
         update.begin(Now(self.lr, self.step_count, self._beta, measures=self.norm is None))
         try:
             with update.applying():
-                self._run(backward, update, factor, last=True)
+                self._run(backward, factor, last=True)
         except BaseException:  # out of memory, an interrupt: updates made so far stay
             if update.now.received:
                 self.broken = Flags(update.tally.bad.fill_(1))
@@ -120,10 +119,13 @@ class LOMO(GradientMethod):
         self.step_count -= not applied
         self._count(applied)
 
-    def _run(self, backward: Backward, sink: Update | Norms, factor: float, last: bool) -> None:
+    def _run(self, backward: Backward, factor: float, last: bool) -> None:
         """One backward pass, and what it adds up over ranks."""
-        backward(sink if self.shards is None else self.shards.in_front_of(sink), loss_scale=factor, last=last)
-        if self.shards is not None:
+        if self.shards is None:
+            backward(self.update, loss_scale=factor, last=last)
+        else:
+            self.shards.begin()
+            backward(self.shards, loss_scale=factor, last=last)
             self.shards.add_up()
         self._add_up_beside()
 
@@ -194,13 +196,10 @@ class LOMO(GradientMethod):
         ]
 
     def _state(self) -> State:
-        scale = (
-            {}
-            if self.loss_scale is None
-            else {"loss_scale": self.loss_scale.scale, "loss_scale_good": self.loss_scale.good}
-        )
-        counts = {"step_count": self.step_count, "seed": self.settings.seed}
-        return {**counts, **self.dropout.state_dict(), **scale, **self.update.state()}
+        found: State = {"step_count": self.step_count, "seed": self.settings.seed, **self.dropout.state_dict()}
+        if self.loss_scale is not None:
+            found |= {"loss_scale": self.loss_scale.scale, "loss_scale_good": self.loss_scale.good}
+        return found | self.update.state()
 
     def _load(self, state: Any) -> None:
         if self.reverse.recorded is not None:

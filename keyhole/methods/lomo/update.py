@@ -2,7 +2,7 @@
 
 The gradient of a linear layer is computed in one buffer for all layers, and one kernel (ops/sgd.py) decays, clips,
 updates, rounds, sums squares and checks for non-finite values. If there are two backward passes (exact clipping,
-float16), the first has a sink that only sums squares (`Norms`).
+float16), the first only sums squares (`Now.only_norm`).
 
 What a pass adds up is a Tally. The squared norm of the whole gradient has bits that do not depend on the order in which
 gradients arrive:
@@ -13,13 +13,21 @@ The order depends on how a backward pass runs (linear layers offer their product
 later, a recorded block hands over everything at its end), sums in float32 depend on their order, and exact clipping
 multiplies every gradient by a function of this sum. So each tensor, each chunk of a table and each expert has a place
 of its own (4 bytes, at a fixed address), and the places are summed in the order of the layout.
+
+On several ranks each updates the part of the weights that it keeps, from the sum of all gradients (methods/shards.py):
+the rule of one process on this rank's elements of a unit, by their indices, so rounding is the same. If a rule needs
+whole tensors, every rank gets the whole gradient of a tensor and makes the same update in its slot, but writes back
+only its part; the state of such a rule is the same on all ranks. Whole gradients cross the network twice, the second
+time in float32. Squares, counts of changed weights and the flag for non-finite values are summed at the end of a
+backward pass. Ranks exchange which tensors have a gradient only if that makes a difference: if weights decay, or a rule
+keeps state.
 """
 
 import re
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,13 +35,13 @@ import torch
 from keyhole import ops
 from keyhole.methods.base import State
 from keyhole.methods.lomo.traits import LOMOConfig, LOMOSettings
-from keyhole.methods.shards import Piece
+from keyhole.methods.shards import GradientParts
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.sink import Sink, SinkPolicy
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
-from keyhole.ranks import Ranks
+from keyhole.model.weights.homes import view
 
 
 class Tally:
@@ -70,6 +78,7 @@ class Now:
     step: int = 0
     beta: float = 0.0  # decay of moments, for recorded updates
     measures: bool = True  # this backward pass adds to the norm
+    only_norm: bool = False  # and does nothing else
     received: set[str] = field(default_factory=set)  # tensors that had a gradient in it
 
 
@@ -79,7 +88,6 @@ class Update(Sink):
 
     policy = SinkPolicy(by_expert=True)
     whole_tensors = False  # True: the rule needs a tensor's whole gradient, not only some of its elements
-    shares_matrices = False  # True: ranks can nevertheless update pieces of matrices (`apply_parts`)
 
     def __init__(self, model: Model, own: LOMOSettings, numbers: StepNumbers | None, offers: bool) -> None:
         self.model, self.own, self.numbers, self.now = model, own, numbers, Now()
@@ -107,8 +115,9 @@ class Update(Sink):
 
     @property
     def update_key(self) -> Hashable | None:
-        fixed = not self.groups and self.own.rounding != "kahan"
-        return ("update", self.now.measures) if self.numbers is not None and fixed else None
+        if self.numbers is None or self.groups or self.own.rounding == "kahan":
+            return None
+        return "norm" if self.now.only_norm else ("update", self.now.measures)
 
     def updated(self, tensors: list[FlatTensor]) -> None:
         self.now.received |= {tensor.name for tensor in tensors}
@@ -121,7 +130,7 @@ class Update(Sink):
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Updates one tensor; in a stack of experts, each expert as a matrix of its own."""
-        if tensor.experts and w.dim() == 3:
+        if tensor.experts and w.dim() == 3 and not self.now.only_norm:
             for e, met in enumerate(grad.flatten(1).any(dim=1).tolist()):
                 expert = tensor.expert(e)
                 if met or not self.unmet(expert):
@@ -131,16 +140,19 @@ class Update(Sink):
 
     def unmet(self, tensor: FlatTensor) -> bool:
         """Leaves an expert without tokens unchanged, weights and state, unless its weights decay."""
-        return self.rates(tensor)[1] == 0
+        return self.now.only_norm or self.rates(tensor)[1] == 0
 
     def finished(self, unit: Unit) -> bool:
-        """Reports that the unit's weights have changed."""
-        return True
+        """Whether the unit's weights have changed."""
+        return not self.now.only_norm
 
     # -- the rule ----------------------------------------------------------------------------------------------------
 
     def apply(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, tally: Tally) -> None:
         """Updates a tensor, or some of its elements, and adds to the tally."""
+        if self.now.only_norm:
+            ops.sum_squares_(grad, tally.squares_of(tensor), self.scale, offset=tensor.start)
+            return
         self.now.received.add(tensor.name)
         lr, decay = self.rates(tensor)
         self.rule(tensor, w, grad, lr, decay, self.rounding_of(tensor, w, tally))
@@ -153,10 +165,6 @@ class Update(Sink):
         if self.numbers is not None and self.update_key is not None:
             rate, how["step"] = self.numbers.lr, self.numbers.step
         ops.sgd_update_(w, grad, lr=rate, weight_decay=decay, scale=self.scale, clip_value=self.clip_value, **how)
-
-    def apply_parts(self, pieces: list[Piece], ranks: Ranks, tally: Tally) -> None:
-        """Updates this rank's pieces of matrices, by sums over the ranks."""
-        raise NotImplementedError
 
     def rounding_of(self, tensor: FlatTensor, w: torch.Tensor, tally: Tally) -> dict[str, Any]:
         rounding = "nearest" if w.dtype == torch.float32 else self.own.rounding
@@ -200,26 +208,40 @@ def by_tensor(state: Mapping[str, Any], keys: set[str], device: torch.device) ->
     return found
 
 
-class Norms(Sink):
-    """The sink of the first of two backward passes: sums squares and changes nothing."""
+class Shards(GradientParts):
+    """Stands before the update on several ranks."""
 
-    policy = SinkPolicy(by_expert=True)
-
-    def __init__(self, update: Update) -> None:
+    def __init__(self, model: Model, update: Update) -> None:
+        super().__init__(model)
         self.update = update
+        self.own = Tally(model.layout, model.device)  # of this rank's part
 
-    @property
-    def update_key(self) -> Hashable | None:
-        return None if self.update.update_key is None else "norm"
+    def whole(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        self.update.gradient(tensor, w, grad)
 
-    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        grad_OI = self.update.buffer[: w_OI.numel()].view(w_OI.shape)
-        torch.mm(dy_MO.t(), x_MI, out=grad_OI)
-        self.gradient(tensor, w_OI, grad_OI)
-        return True
+    def finished(self, unit: Unit) -> bool:
+        update = self.update
+        if unit.index in self.place:
+            tensors = self.with_gradient(unit, bool(update.own.weight_decay or update.groups or update.whole_tensors))
+            if update.whole_tensors and not update.now.only_norm:
+                w = self.on_device(unit)
+                for tensor, grad in self.whole_gradients(unit, tensors):
+                    update.gradient(tensor, view(w, tensor, unit.start), grad)
+            else:
+                for piece in self.pieces(unit, tensors):
+                    if piece.begin < piece.end:
+                        shape = torch.Size((piece.end - piece.begin,))
+                        own = replace(piece.tensor, start=piece.tensor.start + piece.begin, shape=shape)
+                        update.apply(own, piece.w.view(-1)[piece.begin : piece.end], piece.grad, self.own)
+        return update.finished(unit)
 
-    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        self.apply(tensor, w, grad.contiguous(), self.update.tally)
-
-    def apply(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, tally: Tally) -> None:
-        ops.sum_squares_(grad, tally.squares_of(tensor), self.update.scale, offset=tensor.start)
+    def add_up(self) -> None:
+        """Sums the counts over all ranks, at the end of a backward pass."""
+        total, own = self.update.tally, self.own
+        found = torch.stack([own.sums.sum().double(), own.changed.double(), (own.bad + total.bad).double()])
+        squares, changed, bad = self.ranks.gather(found).sum(dim=0)
+        total.extra.add_(squares.float())
+        total.changed += changed.to(total.changed.dtype)
+        total.bad.copy_(bad > 0)
+        own.zero_()
+        own.bad.zero_()

@@ -16,7 +16,7 @@ own: it is uploaded before the unit's backward pass needs it, changed on the dev
 parameter: 2 in host memory, 2 up and 2 down the link per step; on the device a few units' worth. Everything else is
 LOMO's: no gradient is kept, exact clipping takes a second backward pass, and a stack of experts is a matrix each.
 
-On several ranks each has the whole state and makes the same update in its slot (lomo/shards.py).
+On several ranks each has the whole state and makes the same update in its slot (lomo/update.py).
 """
 
 from bisect import bisect_right

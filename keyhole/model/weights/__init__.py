@@ -1,7 +1,6 @@
 """Weights at home: where each parameter is stored and in which format.
 
 homes.py     parameters as views of flat memory       format.py    formats at home and on the link
-frozen.py    a frozen unit in 8 or 4 bits             published.py models published in 8 or 4 bits: their format at home
 fit.py       what files must be to be read            read.py      from files, or initialised from a seed
-save.py      to files, by one process or several      saved_files.py   which files these are
+save.py      to files, by one process or several
 """

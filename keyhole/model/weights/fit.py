@@ -1,4 +1,5 @@
-"""What weight files must be to be read into a model: names, shapes, numbers; refused or reported, from headers alone.
+"""What weight files must be to be read into a model: names, shapes, numbers, formats; refused or reported, from headers
+alone.
 
 **Names** are those of the module, or the same without (or with) the prefix of its decoder, as GPT-2 and OPT are
 published. A checkpoint whose names match in neither way goes through Transformers' own loader (read.py).
@@ -15,6 +16,17 @@ that the weight is quantised in a format that is not supported, whatever config.
 
 **A GGUF file** only gives its tensors, and the module is built by config.json: with another number of heads, rope base
 or norm epsilon they fit as well, and the model computes something else. So whatever both of them say must agree.
+
+**Models that were published in 4 or 8 bits** (disk/gguf.py, disk/quantized.py):
+
+    wire = null (or 16 bits)    unpacked tensor by tensor while they are read, and rounded once to the dtype of compute
+    wire = fp8                  unpacked, and rounded once to fp8; no frozen format, so they can be trained
+    wire = int4 | int8 | nf4    copied bit for bit, if all matrices of the blocks are on such a grid; else refused,
+                                because rounding them to another grid would add its error to the one that they have
+
+Grids that are copied: GGUF's Q4_0 and Q4_1 as int4 and Q8_0 as int8, with a scale per 32; GPTQ and AWQ in 4 bits as
+int4; bitsandbytes' nf4 with its float32 scales. Where the published grid has an offset per group, so has the copy.
+Sizes must be multiples of 64.
 """
 
 import re
@@ -24,14 +36,18 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 
-from keyhole.disk.weight_files import Stored, gguf_settings, stored_tensors
+from keyhole.disk.weight_files import Stored, gguf_settings, has_weights, stored_tensors
 from keyhole.errors import UserError, listed
 from keyhole.model.structure.config_files import setting
-from keyhole.model.structure.layout import Layout
+from keyhole.model.structure.layout import ALIGN, FlatTensor, Layout, find_layout
 from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.model.weights.format import FROZEN, Wire, is_matrix
+from keyhole.ops.lowbit import Grid
 
 SHOWN = 3
+READ = ("gptq", "awq", "bitsandbytes")  # quant_method in config.json
 TABLES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 NEAR = 1e-3  # relative; GGUF has float32
 # Key of a GGUF, after its architecture -> key of config.json.
@@ -212,3 +228,78 @@ def check_gguf_config(config: Any, directory: Path) -> None:
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# -- models that were published in 4 or 8 bits -------------------------------------------------------------------------
+
+
+def forms_in(directory: Path | None) -> dict[str, Stored]:
+    """The quantised weights in a directory, by name."""
+    if directory is None or not has_weights(directory):
+        return {}
+    return {name: stored for name, stored in stored_tensors(directory).items() if stored.form}
+
+
+def choose_format(
+    module: nn.Module, directory: Path | None, dtype: torch.dtype, wire: str | None
+) -> tuple[Wire, list[str]]:
+    """The formats of a model's homes, and lines for the start block."""
+    forms = forms_in(directory)
+    if not forms or directory is None:
+        return Wire(dtype, wire), []
+    check_gguf_config(module.config, directory)
+    kinds = ", ".join(sorted({stored.form for stored in forms.values()}))
+    if wire not in FROZEN:
+        to = str(dtype).removeprefix("torch.") if wire is None else wire
+        return Wire(dtype, wire), [f"weights: published as {kinds}; unpacked, and rounded once to {to}"]
+    layout = find_layout(module)
+    names = match_names(module, layout, directory) or {}  # it refuses where there are none: these are quantised
+    inside = [t for u in layout.of_kind("block") for t in u.tensors if is_matrix(t.shape)]
+    found = _one_grid(forms, names, inside)
+    if isinstance(found, str) or found.name != wire:
+        held, better = f": {found}", "null (16 bits)"
+        if not isinstance(found, str):
+            held, better = f"; {found.name} holds them exactly", found.name
+        raise UserError(
+            f"wire: {wire} would round the weights again, which were published as {kinds}{held}. Set wire={better}"
+        )
+    about = f"{found.name} with {found.per_group} in {found.scales}"
+    return Wire(dtype, wire, found), [f"weights: published as {kinds}; blocks are taken over bit for bit, as {about}"]
+
+
+def _one_grid(forms: dict[str, Stored], names: dict[str, str], inside: list[FlatTensor]) -> Grid | str:
+    """The grid of all matrices of the blocks; or why there is no one grid."""
+    if plain := [tensor.name for tensor in inside if names.get(tensor.name) not in forms]:
+        return f"{len(plain)} of {len(inside)} matrices of the blocks are not quantised ({listed(plain, 1)})"
+    grids, kinds = set[Grid](), set[str]()
+    for tensor in inside:
+        stored = forms[names[tensor.name]]
+        if stored.grid is None:
+            why = stored.of.why if stored.of is not None else f"{stored.form} is no format of a wire"
+            return f"{tensor.name}: {why}"
+        if tensor.shape.numel() % ALIGN:
+            return f"the {tensor.shape.numel()} weights of {tensor.name} are no multiple of {ALIGN}"
+        grids.add(Grid(*stored.grid))
+        kinds.add(str(stored.form))
+    if len(grids) == 1:
+        return grids.pop()
+    if grids:
+        return f"the matrices of the blocks are of several types ({listed(sorted(kinds))}), and a wire has one"
+    return "this model has no list of repeated blocks, whose matrices a packed wire keeps"
+
+
+def forget_what_is_read(config: Any, directory: Path | None = None) -> None:
+    """Calls forget_quantization if keyhole reads weights of this kind: as the files in a directory are, or, if there
+    are none, by what the config says."""
+    said = setting(config, "quantization_config") or {}
+    method = said.get("quant_method") if isinstance(said, dict) else setting(said, "quant_method")
+    known = str(setting(method, "value", method)).lower() in READ
+    if (known and (directory is None or not has_weights(directory))) or forms_in(directory):
+        forget_quantization(config)
+
+
+def forget_quantization(config: Any) -> None:
+    """Removes the quantization from a config, because the saved model has 16 bits."""
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config

@@ -3,7 +3,7 @@
 A plain home holds the unit's elements in a dtype; a parameter is a view of it (the chunks of a table are adjacent, so a
 table is one view). A packed home (format.py) holds bytes; a parameter of it is read as an unpacked copy. To write a
 packed home, the tensors of the unit are collected in fp32 and packed when the last one has arrived, both on the compute
-device: a CPU packs only 0.2 G elements per second. A frozen unit (frozen.py) is packed tensor by tensor, a large tensor
+device: a CPU packs only 0.2 G elements per second. A frozen unit (format.py) is packed tensor by tensor, a large tensor
 in pieces of PIECE elements, so that at most one piece exists unpacked.
 """
 
@@ -14,8 +14,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Layout, Unit
-from keyhole.model.weights.format import PACKED, Wire
-from keyhole.model.weights.frozen import is_matrix
+from keyhole.model.weights.format import PACKED, Wire, is_matrix
 from keyhole.ops.lowbit import Grid, table
 
 PIECE = 1 << 26

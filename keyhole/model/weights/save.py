@@ -25,16 +25,24 @@ copied: that takes no time, and no disk space.
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 
+<<<<<<< HEAD
 from keyhole.disk.files import flush, flush_all, staged
 from keyhole.disk.tensors import SHARD_BYTES, Ranges, Spec, create, fill, lay_out
+=======
+from keyhole.disk.files import flush, flush_all, staged
+from keyhole.disk.tensors import SHARD_BYTES, Files, Ranges, Spec, create, fill, lay_out
+>>>>>>> 0471910e (Weights in five files; LOMO's norm is a pass of its own update; AdaLOMO's matrices are updated whole on several ranks)
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
 from keyhole.model.forward.low_rank import LowRank
@@ -42,6 +50,7 @@ from keyhole.model.model import Model
 from keyhole.model.structure.config_files import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.structure.source import OF_ADAPTER
+<<<<<<< HEAD
 from keyhole.model.weights.saved_files import (
     first_bad_tensor,
     names_on_disk,
@@ -51,6 +60,9 @@ from keyhole.model.weights.saved_files import (
     weight_specs,
     write_contents,
 )
+=======
+from keyhole.model.weights.format import PACKED
+>>>>>>> 0471910e (Weights in five files; LOMO's norm is a pass of its own update; AdaLOMO's matrices are updated whole on several ranks)
 from keyhole.ranks import Ranks
 
 CONFIG = "config.json"
@@ -203,10 +215,7 @@ def bad_tensor(model: Model) -> str | None:
 
 def write_parts(model: Model, path: Path | None) -> None:
     """Writes a sharded model into a directory. path: given on the leader; the other ranks receive it."""
-    leads, ranks = model.ranks.is_leader, model.ranks
-    if leads:
-        model.call_others("write")
-    path = Path(ranks.from_leader(lambda: _absolute(path)))
+    path, leads = _shared_path(model, "write", path), model.ranks.is_leader
     names = names_on_disk(model)
     assert names is not None  # a sharded model without is refused above
     files = plan_files(model, names)
@@ -217,51 +226,128 @@ def write_parts(model: Model, path: Path | None) -> None:
         if model.addon is not None:
             model.addon.write_files(path)
 
-    def write() -> None:
-        own = list(model.own_tensors())
-        own += [(name, 0, buffer) for name, buffer in saved_buffers(model.module).items()] if leads else []
-        for name, begin, part in own:
-            if name in names:
-                fill(path, files.places[names[name]], part, begin, flush=True)
-
-    _together(ranks, make if leads else lambda: None)
-    _together(ranks, write)
+    buffers = [(name, 0, buffer) for name, buffer in saved_buffers(model.module).items()] if leads else []
+    own = ((names[name], begin, part) for name, begin, part in chain(model.own_tensors(), buffers) if name in names)
+    _write_together(model.ranks, make, files, path, own)
 
 
 def write_state_parts(model: Model, path: Path | None, tensors: dict[str, torch.Tensor | Ranges]) -> None:
     """Writes a method's tensors into a file: each rank its ranges, the leader all other tensors. path: given on the
     leader; the other ranks receive it."""
-    leads, ranks = model.ranks.is_leader, model.ranks
-    if leads:
-        model.call_others("state")
-    path = Path(ranks.from_leader(lambda: _absolute(path)))
-    files = lay_out(
-        [Spec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)], path.stem
+    path, leads = _shared_path(model, "state", path), model.ranks.is_leader
+    specs = [Spec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)]
+    files = lay_out(specs, path.stem)
+    own = (
+        (name, begin, part)
+        for name, tensor in tensors.items()
+        for begin, part in (tensor.own if isinstance(tensor, Ranges) else [(0, tensor)] if leads else [])
     )
+    _write_together(model.ranks, lambda: create(files, path.parent), files, path.parent, own)
+
+
+def _shared_path(model: Model, command: str, path: Path | None) -> Path:
+    """The leader calls the others, and tells them its path."""
+    if model.ranks.is_leader:
+        model.call_others(command)
+    return Path(model.ranks.from_leader(lambda: str(path and path.absolute())))
+
+
+def _write_together(
+    ranks: Ranks, make: Callable[[], None], files: Files, path: Path, own: Iterable[tuple[str, int, torch.Tensor]]
+) -> None:
+    """The leader makes the files; then every rank writes its own elements at their places. The leader raises if one of
+    them failed."""
 
     def write() -> None:
-        for name, tensor in tensors.items():
-            own = tensor.own if isinstance(tensor, Ranges) else [(0, tensor)] if leads else []
-            for begin, part in own:
-                fill(path.parent, files.places[name], part, begin, flush=True)
+        for name, begin, part in own:
+            fill(path, files.places[name], part, begin, flush=True)
 
-    _together(ranks, (lambda: create(files, path.parent)) if leads else lambda: None)
-    _together(ranks, write)
+    for act in (make if ranks.is_leader else lambda: None, write):
+        fault = None
+        try:
+            act()
+        except OSError as error:
+            fault = str(error)
+        faults = {rank: said for rank, said in enumerate(ranks.objects(fault)) if said is not None}
+        if faults and ranks.is_leader:
+            rank, said = next(iter(faults.items()))
+            raise OSError(f"rank {rank}: {said}")
 
 
-def _together(ranks: Ranks, act: Callable[[], None]) -> None:
-    """Every rank calls act(); the leader raises if one failed."""
-    fault = None
+# -- which files these are, planned without reading a weight -----------------------------------------------------------
+
+
+def first_bad_tensor(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor with a NaN or an infinity; None if all are finite. Allocates no memory."""
+    for name, tensor in tensors:
+        if tensor.numel() and tensor.is_floating_point():
+            low, high = torch.aminmax(tensor)  # either is NaN if any element is
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                return name
+    return None
+
+
+def names_on_disk(model: Model) -> dict[str, str] | None:
+    """Name in the module -> name in the files; None if the two differ in more than names."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in weight_specs(model)}
+    owners = {id(tensor): name for name, tensor in tensors.items()}
     try:
-        act()
-    except OSError as error:
-        fault = str(error)
-    faults = {rank: said for rank, said in enumerate(ranks.objects(fault)) if said is not None}
-    if faults and ranks.is_leader:
-        rank, said = next(iter(faults.items()))
-        raise OSError(f"rank {rank}: {said}")
+        stored = revert_weight_conversion(model.module, dict(tensors))
+    except Exception:  # the conversion needs more than shapes: renaming is not enough
+        return None
+    names = {owners.get(id(tensor), ""): name for name, tensor in stored.items()}
+    return names if names.keys() == tensors.keys() else None
 
 
-def _absolute(path: Path | None) -> str:
-    assert path is not None
-    return str(path.absolute())
+def weight_specs(model: Model) -> list[Spec]:
+    """The tensors in a model directory: parameters (a tied one once), and the saved buffers."""
+    left_out = set(model.module._keys_to_ignore_on_save or ())
+
+    def stored(dtype: torch.dtype) -> torch.dtype:
+        return model.formats.saved if dtype == PACKED else dtype
+
+    homes = model.engine.homes
+    units = {t.name: unit for unit in reversed(model.layout.units) for t in unit.tensors}
+    specs = [Spec(t.name, stored(homes[units[t.name].index].dtype), tuple(t.shape)) for t in model.layout.tensors]
+    specs += [Spec(name, b.dtype, tuple(b.shape)) for name, b in saved_buffers(model.module).items()]
+    return [spec for spec in specs if spec.name not in left_out]
+
+
+def plan_files(model: Model, names: dict[str, str]) -> Files:
+    """How the weights are split into files; names: in the module -> in the files."""
+    specs = [replace(spec, name=names[spec.name]) for spec in weight_specs(model)]
+    return lay_out(specs, limit_bytes=SHARD_BYTES)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """A context in which Hugging Face shows no progress bars."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
+
+
+@no_progress_bars()
+def small_files(model: Model) -> dict[str, bytes]:
+    """Everything but the weights, as Transformers writes it: relative name -> content."""
+    make_writable(getattr(model.module, "generation_config", None))
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place)
+        model.module.save_pretrained(path, state_dict={"nothing": torch.zeros(1)})
+        (path / "model.safetensors").unlink()
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(path)
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def write_contents(path: Path, contents: dict[str, bytes]) -> None:
+    """Writes small files into a directory: relative name -> content."""
+    for name, content in contents.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)

@@ -10,8 +10,7 @@ from keyhole.errors import UserError
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights import homes
-from keyhole.model.weights.format import PACKED, Wire, bytes_per_element
-from keyhole.model.weights.frozen import is_matrix
+from keyhole.model.weights.format import PACKED, Wire, bytes_per_element, is_matrix
 from keyhole.ops.lowbit import Grid, lowbit_decode, lowbit_encode_
 from tests.model.decoders import batch, config
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import keyhole
 from keyhole.errors import UserError
 from keyhole.model.weights import save as hf
-from keyhole.model.weights import saved_files
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_saving_beside_other_files_replaces_only_the_model(
     """Shards of an older save go, files of other kinds stay, and nothing temporary is left."""
     (tmp_path / "run").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(saved_files, "SHARD_BYTES", 50_000)
+        patch.setattr(hf, "SHARD_BYTES", 50_000)
         model.save_pretrained(tmp_path)
     assert hf.INDEX in names(tmp_path) and len(list(tmp_path.glob("model-*.safetensors"))) > 1
     model.save_pretrained(tmp_path)
@@ -87,7 +86,7 @@ def test_a_crash_between_files_leaves_no_mixture(
     model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the process dies while shards are moved, the directory does not load, rather than mix two models."""
-    monkeypatch.setattr(saved_files, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(hf, "SHARD_BYTES", 50_000)
     model.save_pretrained(tmp_path)
     real, moved = os.replace, []
 
@@ -152,9 +151,8 @@ def test_the_files_that_transformers_would_write(
     """The same names, the same small files, the same tensors; weights in one file or in several with an index."""
     from safetensors.torch import load_file
 
-    for module in (hf, saved_files):
-        monkeypatch.setattr(module, "SHARD_BYTES", limit_bytes)
-    assert saved_files.names_on_disk(model).keys() == dict(model.named_tensors()).keys()
+    monkeypatch.setattr(hf, "SHARD_BYTES", limit_bytes)
+    assert hf.names_on_disk(model).keys() == dict(model.named_tensors()).keys()
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
     hf.write_files(model, tmp_path / "ours")
