@@ -28,7 +28,7 @@ from keyhole.loading.prepare import Prepared, check_source, choose_device, find_
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
-from keyhole.methods.lora.saved_adapter import SavedAdapter
+from keyhole.methods.lora.adapters import add_saved
 from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.source import has_adapter
@@ -139,9 +139,8 @@ def load(
             placed.reasons.append(engine.decide(gather))
         loaded.binding.bind_homes()
         if adapter and found.directory is not None and has_adapter(found.directory):
-            saved = SavedAdapter(loaded, found.directory / "adapter")
-            placed.adapter = saved.path
-            placed.reasons.append(str(saved))
+            placed.adapter = found.directory / "adapter"
+            placed.reasons.append(add_saved(loaded, placed.adapter))
         if found.beside is not None:
             placed.reasons.append(found.beside.add_to(loaded))
         return loaded

@@ -1,17 +1,22 @@
-"""Shared by methods whose parameters a torch optimizer updates: the rate, clipping and the update.
+"""Shared by methods whose parameters a torch optimizer updates: groups, the rate, clipping, the update, its state.
 
 norm = |all gradients|        g <- g min(1, max_grad_norm / norm)        a non-finite norm: no update
 """
 
-import torch
+from collections.abc import Mapping
+from typing import Any
 
-from keyhole.methods.base import Method
+import torch
+from torch import nn
+
+from keyhole.methods.base import Method, State
+from keyhole.methods.weight_decay import WeightDecay
 
 
 class ByTorch(Method):
     """`params`: by name, with gradients computed by autograd."""
 
-    params: dict[str, torch.nn.Parameter]
+    params: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     _grad_norm: torch.Tensor | None = None
 
@@ -23,3 +28,37 @@ class ByTorch(Method):
             group["lr"] = self.lr
         if torch.isfinite(self._grad_norm):
             self.optimizer.step()
+
+    def metrics(self) -> dict[str, torch.Tensor | float]:
+        """grad_norm: of all gradients, unclipped."""
+        return {} if self._grad_norm is None else {"grad_norm": self._grad_norm}
+
+
+def parameter_groups(params: list[nn.Parameter], decay: WeightDecay) -> list[dict]:
+    """Groups for a torch optimizer: with and without decay; one group if all parameters are alike."""
+    rates = sorted({decay.of(p) for p in params}, reverse=True)
+    return [{"params": [p for p in params if decay.of(p) == rate], "weight_decay": rate} for rate in rates]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> State:
+    """By the names of parameters: name/key."""
+    return {
+        f"{name}/{key}": value
+        for name, param in params.items()
+        for key, value in optimizer.state.get(param, {}).items()
+        if value is not None
+    }
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+) -> None:
+    """Loads copies, because the caller's may be a live state."""
+    optimizer.state.clear()
+    for full_name in state:
+        name, _, key = full_name.rpartition("/")
+        if name in params and key != "adapter":
+            value, param = state[full_name], params[name]
+            if isinstance(value, torch.Tensor):
+                value = value.to(value.device if key == "step" else param.device, copy=True)
+            optimizer.state[param][key] = value

@@ -160,12 +160,14 @@ def total_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def sum_gradients(ranks: Ranks, params: list[nn.Parameter]) -> None:
-    """Sums .grad over the ranks, in one collective; a missing one is zero."""
-    if params:
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+def sum_gradients(ranks: Ranks, params: list[nn.Parameter], at_once: bool = True) -> None:
+    """Sums .grad over the ranks, of every parameter for which some rank has one. at_once: in one collective, which
+    takes memory for all of them."""
+    reached = of_any_rank(ranks, params, [param.grad is not None for param in params])
+    for together in [reached] if at_once and reached else [[param] for param in reached]:
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in together]
         total = ranks.sum(torch.cat([grad.flatten() for grad in own]))
-        for param, grad in zip(params, total.split([p.numel() for p in params]), strict=True):
+        for param, grad in zip(together, total.split([p.numel() for p in together]), strict=True):
             param.grad = grad.view(param.shape).to(param.dtype)
 
 

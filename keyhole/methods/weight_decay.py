@@ -38,9 +38,3 @@ def weight_decay_of(module: nn.Module, own: MethodSettings) -> WeightDecay:
     by_name = {id(p) for name, p in module.named_parameters() if NOT_DECAYED.search(name.lower())}
     by_class = {id(p) for norm in module.modules() if isinstance(norm, nn.LayerNorm) for p in norm.parameters()}
     return WeightDecay(own.weight_decay, frozenset(by_name | by_class))
-
-
-def parameter_groups(params: list[nn.Parameter], decay: WeightDecay) -> list[dict]:
-    """Groups for a torch optimizer: with and without decay; one group if all parameters are alike."""
-    rates = sorted({decay.of(p) for p in params}, reverse=True)
-    return [{"params": [p for p in params if decay.of(p) == rate], "weight_decay": rate} for rate in rates]

@@ -22,10 +22,10 @@ from keyhole.errors import UserError, listed
 from keyhole.methods.base import State
 from keyhole.methods.baselines.traits import ADAMW, AdamWConfig, SGDConfig
 from keyhole.methods.baselines.traits import SGD as ROW_OF_SGD
-from keyhole.methods.by_torch import ByTorch
+from keyhole.methods.by_torch import ByTorch, load_optimizer, optimizer_state, parameter_groups
 from keyhole.methods.dropout import KEY, ModelDropout
-from keyhole.methods.shards import total_loss
-from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
+from keyhole.methods.shards import sum_gradients, total_loss
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.attention import exact_attention
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.structure.find import find_blocks
@@ -71,73 +71,40 @@ class TorchMethod(ByTorch):
                         total += self._differentiate(b, loss_count)
                 if ranks.several:
                     total = total_loss(self.model, total)
-                    self._add_up_gradients()
+                    sum_gradients(ranks, list(self.params.values()), at_once=False)
                 self._clip_and_step()
         finally:  # after an error too: a step that is tried again would add to these gradients
             self.optimizer.zero_grad(set_to_none=True)
         return total
 
-    @torch.no_grad()
-    def _add_up_gradients(self) -> None:
-        """Sums over the ranks, for every parameter of which some rank has a gradient."""
-        ranks, names = self.model.ranks, list(self.params)
-        reached = ranks.gather(torch.tensor([self.params[name].grad is not None for name in names])).any(dim=0)
-        for name, wanted in zip(names, reached.tolist(), strict=True):
-            if wanted:
-                param = self.params[name]
-                own = torch.zeros_like(param) if param.grad is None else param.grad
-                param.grad = ranks.sum(own).to(param.dtype)
-
     def _differentiate(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:
         """Adds the gradients of one micro-batch; returns its part of the loss."""
-        longest = batch.inputs["input_ids"].shape[-1]
+        longest, head = batch.inputs["input_ids"].shape[-1], self.model.head
         with exact_attention(self.model.device, longest) if self.settings.deterministic else nullcontext():
-            return self._differentiated(batch, loss_count)
-
-    def _differentiated(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:
-        with _checkpoint_blocks(self.model.module) if self.settings.keeps == "block" else nullcontext():
-            hidden_NH = self.model.hidden(batch)
-        head = self.model.head
-        if self.model.classifies:
-            loss = head.nll(hidden_NH, batch.target_N).sum() / loss_count
-        elif not batch.loss.entries:  # the sum over tokens
-            loss = head.loss_sum(hidden_NH, batch.target_N) / loss_count
-        else:
-            loss = batch.loss.total(head.nll_N(hidden_NH, batch.target_N)) / loss_count
-        loss.backward()
+            with _checkpoint_blocks(self.model.module) if self.settings.keeps == "block" else nullcontext():
+                hidden_NH = self.model.hidden(batch)
+            if self.model.classifies:
+                total = head.nll(hidden_NH, batch.target_N).sum()
+            elif not batch.loss.entries:  # the sum over tokens
+                total = head.loss_sum(hidden_NH, batch.target_N)
+            else:
+                total = batch.loss.total(head.nll_N(hidden_NH, batch.target_N))
+            loss = total / loss_count
+            loss.backward()
         return loss.detach()
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
         return self.dropout.describe()
 
-    def metrics(self) -> dict[str, torch.Tensor | float]:
-        return {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
-
     def _state(self) -> State:
-        moments = {
-            f"{name}/{key}": value
-            for name, param in self.params.items()
-            for key, value in self.optimizer.state.get(param, {}).items()
-            if value is not None
-        }
-        return moments | self.dropout.state_dict()
+        return optimizer_state(self.optimizer, self.params) | self.dropout.state_dict()
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        if foreign := [name for name in state if "/" not in name and name != KEY]:
-            raise UserError(f"{self.name}: the state is of another method: it has {listed(foreign)}")
+        if foreign := [name for name in state if name.rpartition("/")[0] not in self.params and name != KEY]:
+            raise UserError(f"{self.name}: the state is not of this model and method: it has {listed(foreign)}")
         self.dropout.load_state_dict(state)
-        self.optimizer.state.clear()
-        for full_name, value in state.items():
-            if "/" not in full_name:
-                continue
-            name, key = full_name.rsplit("/", 1)
-            if name not in self.params:
-                raise UserError(f"the optimizer state names {name}, which this model does not train")
-            param = self.params[name]
-            if isinstance(value, torch.Tensor):  # a copy, because the caller's may be a live state
-                value = value.to(value.device if key == "step" else param.device, copy=True)
-            self.optimizer.state[param][key] = value
+        load_optimizer(self.optimizer, self.params, state)
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from keyhole.methods.base import State
+from keyhole.methods.by_torch import parameter_groups
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.traits import LOMO_LORA as ROW
 from keyhole.methods.lomo.traits import LOMOLoRAConfig
-from keyhole.methods.lora import peft_layers
+from keyhole.methods.lora.adapters import Adapters, Base, adapt, whole_or_none
 from keyhole.methods.shards import sum_gradients
-from keyhole.methods.weight_decay import parameter_groups
 
 
 class LOMOLoRA(LOMO):
@@ -32,13 +32,9 @@ class LOMOLoRA(LOMO):
 
     def _setup(self) -> None:
         model, own = self.model, self.settings
-        with peft_layers.whole_or_none(model):
-            how: dict[str, Any] = {"r": own.r, "alpha": own.alpha, "target_modules": own.target_modules}
-            adapted = peft_layers.adapt(model, own.seed, **how)
-            self.config, self.layers, self.adapters = adapted.config, adapted.layers, adapted.params
-            for param in self.adapters.values():
-                param.data = param.data.to(model.device)
-            self._addon = peft_layers.Adapters(self.adapters, self.config)
+        with whole_or_none(model):
+            self.beside = adapt(model, own.seed, r=own.r, alpha=own.alpha, target_modules=own.target_modules)
+            self.adapters = self.beside.weights
             super()._setup()
             self.ratio = own.adapter_lr / self.lr if self.lr else None
             self.adapter_factor = 1.0
@@ -46,8 +42,8 @@ class LOMOLoRA(LOMO):
             self.optimizer = torch.optim.AdamW(groups, lr=own.adapter_lr)
 
     @classmethod
-    def outline(cls, base: peft_layers.Base, own: LOMOLoRAConfig) -> None:
-        peft_layers.adapt(base, 0, r=own.r, alpha=own.alpha, target_modules=own.target_modules, empty=True)
+    def outline(cls, base: Base, own: LOMOLoRAConfig) -> None:
+        adapt(base, 0, r=own.r, alpha=own.alpha, target_modules=own.target_modules)
 
     waits = True  # the adapters' torch optimizer must not see a step that is skipped
 
@@ -62,8 +58,7 @@ class LOMOLoRA(LOMO):
         squares are a part of the global norm."""
         ranks = self.model.ranks
         if ranks.several:
-            reached = set().union(*ranks.objects({name for name, p in self.adapters.items() if p.grad is not None}))
-            sum_gradients(ranks, [p for name, p in self.adapters.items() if name in reached])
+            sum_gradients(ranks, list(self.adapters.values()))
         for param in self.adapters.values():
             if param.grad is not None:
                 self.update.tally.extra.add_((param.grad * self.update.scale).square().sum())
@@ -95,32 +90,22 @@ class LOMOLoRA(LOMO):
     # -- interface to the model (model/attached.py) ----------------------------------------------------------------
 
     @property
-    def addon(self) -> peft_layers.Adapters:
+    def addon(self) -> Adapters:
         """The adapters; the model's own weights are saved as they are."""
-        return self._addon
+        return self.beside
 
     def describe(self) -> list[str]:
         count = sum(p.numel() for p in self.adapters.values())
         return [
             *super().describe(),
-            f"adapters: {len(self.layers)} of rank {self.config.r}, {count:,} parameters, by AdamW",
+            f"adapters: {len(self.beside.layers)} of rank {self.settings.r}, {count:,} parameters, by AdamW",
         ]
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def _state(self) -> State:
-        own = {f"{name}/adapter": p.data for name, p in self.adapters.items()}
-        for name, param in self.adapters.items():
-            own |= {f"{name}/adam_{key}": value for key, value in self.optimizer.state.get(param, {}).items()}
-        return super()._state() | own
+        return super()._state() | self.beside.state(self.optimizer)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        peft_layers.check_adapters(self.name, self.adapters, state)
+        self.beside.load(self.optimizer, state, self.name)
         super()._load(state)
-        self.optimizer.state.clear()
-        for name, param in self.adapters.items():
-            param.data.copy_(state[f"{name}/adapter"])
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if (value := state.get(f"{name}/adam_{key}")) is not None:
-                    where = value.device if key == "step" else param.device
-                    self.optimizer.state[param][key] = value.to(where, copy=True)  # the caller's may be a live state

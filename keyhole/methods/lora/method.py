@@ -12,7 +12,7 @@ Bytes on the device: the resident weights; 16 per parameter of the adapters (fp3
 r (I + O) / (I O) of the model; the block inputs, or all activations of as many blocks as fit (activations=auto). Over
 the link per step: each streamed unit twice H2D, nothing D2H.
 
-LoRA can learn a change of rank r. peft_layers.py describes what is saved. To resume from a checkpoint, load the
+LoRA can learn a change of rank r. adapters.py describes what is saved. To resume from a checkpoint, load the
 *original* model and pass the state to the method.
 
 On several ranks each has all weights (streamed blocks once per machine) and its share of the micro-batches; gradients
@@ -29,14 +29,14 @@ import torch
 from keyhole.disk.weights_hash import tensors_hash
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, State
-from keyhole.methods.by_torch import ByTorch
+from keyhole.methods.by_torch import ByTorch, parameter_groups
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
-from keyhole.methods.lora.peft_layers import Adapters, Base, adapt, check_adapters, whole_or_none
+from keyhole.methods.lora.adapters import Adapters, Base, adapt, whole_or_none
 from keyhole.methods.lora.traits import LORA, LoRAConfig
 from keyhole.methods.shards import sum_gradients
-from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Sink
 
@@ -56,13 +56,11 @@ class LoRA(GradientMethod, ByTorch):
         self.dropout = ModelDropout(model, own.seed, own.model_dropout)  # before adapters, which have their own
         how: dict[str, Any] = {"r": own.r, "alpha": own.alpha, "dropout": own.dropout}
         with whole_or_none(model):
-            adapted = adapt(model, own.seed, **how, target_modules=own.target_modules, freezes=True)
-            self.config, self.layers, self.params = adapted.config, adapted.layers, adapted.params
+            self.adapters = adapt(model, own.seed, **how, target_modules=own.target_modules, freezes=True)
+            self.adapters.merges, self.adapters.base = own.merge, model.original
+            self.params = self.adapters.weights
             if own.dropout:
-                self.dropout.parts = [layer.lora_dropout for layer in self.layers.values()]
-            for param in self.params.values():
-                param.data = param.data.to(model.device)
-            self._addon = Adapters(self.params, self.config, self.layers if own.merge else None, model.original)
+                self.dropout.parts = [layer.lora_dropout for layer in self.adapters.layers.values()]
             model.methods.attach(self)
             self.reverse = Reverse(
                 model, activations=own.activations, second_run=AdapterRecompute, deterministic=own.deterministic
@@ -72,7 +70,7 @@ class LoRA(GradientMethod, ByTorch):
 
     @classmethod
     def outline(cls, base: Base, own: LoRAConfig) -> None:
-        adapt(base, 0, r=own.r, alpha=own.alpha, target_modules=own.target_modules, freezes=True, empty=True)
+        adapt(base, 0, r=own.r, alpha=own.alpha, target_modules=own.target_modules, freezes=True)
 
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         """One update of the adapters: autograd leaves their gradients in `.grad`."""
@@ -88,32 +86,24 @@ class LoRA(GradientMethod, ByTorch):
     def _backward(self, loss: torch.Tensor) -> None:
         Method._backward(self, loss)  # refused
 
-    def metrics(self) -> dict[str, torch.Tensor | float]:
-        """grad_norm: of all adapters' gradients, unclipped."""
-        return {} if self._grad_norm is None else {"grad_norm": self._grad_norm}
-
     # -- interface to the model (model/attached.py) ----------------------------------------------------------------
 
     @property
     def addon(self) -> Adapters:
-        return self._addon
+        return self.adapters
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
-        count = sum(p.numel() for p in self.params.values())
-        rank = f"rank {self.config.r}, alpha {self.config.lora_alpha:g}"
-        own = f"lora: {len(self.layers)} adapters of {rank}: {count:,} trained parameters; the model is frozen"
-        return [own, *self.dropout.describe()]
+        count, own = sum(p.numel() for p in self.params.values()), self.settings
+        kind = f"{len(self.adapters.layers)} adapters of rank {own.r}, alpha {own.alpha:g}"
+        return [f"lora: {kind}: {count:,} trained parameters; the model is frozen", *self.dropout.describe()]
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def _state(self) -> State:
         self.flush()
         own: State = {"step_count": self.step_count, "base": self._base_hash()}
-        for name, param in self.params.items():
-            own[f"{name}/adapter"] = param.data
-            own |= {f"{name}/{key}": value for key, value in self.optimizer.state.get(param, {}).items()}
-        return own | self.dropout.state_dict()
+        return own | self.adapters.state(self.optimizer) | self.dropout.state_dict()
 
     def _load(self, state: Mapping[str, Any]) -> None:
         if state["base"] != self._base_hash():
@@ -122,16 +112,9 @@ class LoRA(GradientMethod, ByTorch):
                 "adapters added, another wire rounds them differently); load the original model as before, then the "
                 "state"
             )
-        check_adapters(self.name, self.params, state)
+        self.adapters.load(self.optimizer, state, self.name)
         self.step_count = int(state["step_count"])
         self.dropout.load_state_dict(state)
-        for name, param in self.params.items():
-            param.data.copy_(state[f"{name}/adapter"])
-            self.optimizer.state.pop(param, None)  # a state from before the first update has no moments
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if (value := state.get(f"{name}/{key}")) is not None:
-                    where = value.device if key == "step" else param.device
-                    self.optimizer.state[param][key] = value.to(where, copy=True)  # the caller's may be a live state
 
     def _base_hash(self) -> str:
         """A hash of the bits of the frozen weights. They change only by hand, so it is computed once."""

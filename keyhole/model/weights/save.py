@@ -36,13 +36,8 @@ import torch
 import transformers
 from torch import nn
 
-<<<<<<< HEAD
-from keyhole.disk.files import flush, flush_all, staged
-from keyhole.disk.tensors import SHARD_BYTES, Ranges, Spec, create, fill, lay_out
-=======
 from keyhole.disk.files import flush, flush_all, staged
 from keyhole.disk.tensors import SHARD_BYTES, Files, Ranges, Spec, create, fill, lay_out
->>>>>>> 0471910e (Weights in five files; LOMO's norm is a pass of its own update; AdaLOMO's matrices are updated whole on several ranks)
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
 from keyhole.model.forward.low_rank import LowRank
@@ -50,19 +45,7 @@ from keyhole.model.model import Model
 from keyhole.model.structure.config_files import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.structure.source import OF_ADAPTER
-<<<<<<< HEAD
-from keyhole.model.weights.saved_files import (
-    first_bad_tensor,
-    names_on_disk,
-    no_progress_bars,
-    plan_files,
-    small_files,
-    weight_specs,
-    write_contents,
-)
-=======
 from keyhole.model.weights.format import PACKED
->>>>>>> 0471910e (Weights in five files; LOMO's norm is a pass of its own update; AdaLOMO's matrices are updated whole on several ranks)
 from keyhole.ranks import Ranks
 
 CONFIG = "config.json"

@@ -24,7 +24,7 @@ from torch import nn
 from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.lora.adapted_linear import ADAPTER
-from keyhole.methods.lora.peft_layers import peft_config, write_adapter
+from keyhole.methods.lora.adapters import peft_config, write_adapter
 from keyhole.methods.zo.low_rank.factors import Factors, Fold, Rows
 from keyhole.methods.zo.low_rank.parts import Matrix, vector_at
 from keyhole.model.structure.layout import FlatTensor, Unit
