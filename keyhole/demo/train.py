@@ -29,7 +29,6 @@ from keyhole.methods.base import Method
 from keyhole.methods.workload import Workload
 from keyhole.model.structure.skeleton import read_config
 from keyhole.model.structure.tokenizer import read_tokenizer
-from keyhole.offload.slots import page_bytes
 from keyhole.training.schedule import Schedule
 
 MAX_LENGTH = 128
@@ -134,7 +133,7 @@ def squeeze(name: str, seed: int = 0, steps: int = STEPS, device: str | None = N
     made.seconds = [seconds, in_budget]
     assert streamed.placed is not None
     made.planned_bytes, engine = streamed.placed.device_bytes.total, streamed.engine
-    made.streamed_bytes = sum(page_bytes(engine.homes[page]) for page in engine.streamed)
+    made.streamed_bytes = sum(engine.homes[page].nbytes for page in engine.streamed)
     made.up_bytes, made.down_bytes = engine.bytes_up, engine.bytes_down
     made.same_losses, theirs = made.losses == losses, dict(streamed.named_tensors())
     made.same_weights = all(torch.equal(t.cpu(), theirs[key].cpu()) for key, t in resident.named_tensors())

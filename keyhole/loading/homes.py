@@ -3,7 +3,7 @@
     resident             adjacent in device memory
     streamed             adjacent in host memory
     streamed, shared     one copy for the ranks of a machine, if each computes with all weights (offload/arena.py)
-    sharded              this rank's part of every unit, streamed or resident (offload/shards.py)
+    sharded              this rank's part of every unit, streamed or resident (offload/transports.py)
 
 Every home begins at a multiple of ALIGN_BYTES. The homes are still empty: the caller fills and page-locks them.
 """
@@ -19,8 +19,7 @@ from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED, Wire
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine, EngineOptions
-from keyhole.offload.gather import GatheringEngine
-from keyhole.offload.shards import ShardedEngine, part_numel
+from keyhole.offload.transports import GatheringEngine, ShardedEngine, part_numel
 from keyhole.plan.placement import Placement
 from keyhole.ranks import Ranks
 

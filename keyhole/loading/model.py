@@ -36,7 +36,7 @@ from keyhole.model.weights.read import fill_from, fill_random
 from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.engine import EngineOptions
-from keyhole.offload.gather import WAYS, GatheringEngine
+from keyhole.offload.transports import WAYS, GatheringEngine
 from keyhole.ops.autocast import with_gradients
 from keyhole.plan.dtype import warn_if_slow
 from keyhole.ranks import Ranks
@@ -80,7 +80,7 @@ def load(
     (model/backward/recorded.py).
     freeze: parameters that are not trained: "embeddings", modules, names with * (model/structure/freeze.py).
     expert_units=False: large stacks of experts are computed and moved whole (docs/methods.md).
-    gather: whether each rank of a machine uploads a part of a unit (offload/gather.py): auto (measured), always, never.
+    gather: whether each rank of a machine uploads a part of a unit (offload/transports.py): auto, always, never.
     workload: what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a text classifier (num_labels=1: a regression) from an encoder or
     decoder; missing weights of its head are initialised by the seed. A model saved as a classifier needs neither.

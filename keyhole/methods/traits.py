@@ -33,7 +33,7 @@ class Traits:
     # The dataclass of the settings; the config section of the method's name has those that are no settings of the run.
     settings: type[MethodSettings]
     # The formulas of bytes and work, as "module:name".
-    formulas: str = "keyhole.methods.work:FORWARD"
+    formulas: str = "keyhole.methods.work:FORMULAS"
     # The default learning rate.
     learning_rate: float
     # The range of rates that worked on models of 0.1 to 13 billion parameters.

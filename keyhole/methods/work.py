@@ -8,16 +8,16 @@ For N parameters that a token uses (of experts, those it is routed to), M tokens
     touched      bytes of elementwise kernels: activations (below), and the method's own kernels on weights
     up, down     bytes over the link: a streamed unit is uploaded once per sweep, and written back once per step; expert
                  units only if some token of the step uses them: if each chooses a share p, (1 - p)^M are not used
-    launches     of the host, in operations of a forward pass that Python calls (machine/rates.py): a block's own, as
-                 counted (model/structure/block_counts.py); HOOK and UPDATE per tensor whose gradient is handed over and
-                 updated by our kernels; EXPERT per expert that a pass uses; GRAPH per block that runs as CUDA graphs;
-                 VISIT and UNIT per block and unit in lockstep. They decide on short batches and on models below 3B.
+    launches     of the host, in operations of a forward pass that Python calls (machine/rates.py): constants per block
+                 and pass, as a block of Llama or OPT has them, fewer if it runs as CUDA graphs; UPDATE per tensor that
+                 our kernels update; EXPERT per expert that a pass uses; UNIT per unit in lockstep. They decide on short
+                 batches and on models below 3B.
     nodes        kernels of a step that is one CUDA graph
 
 The bytes of the elementwise kernels of an eager block are counted (model/structure/block_counts.py). These kernels take
 SLOWER times as long as copies of the same bytes: a profile of `zo` on a Llama-3.5B, 2 x 4 x 1024 tokens on an H200, has
-39 ms of them for 83 GB, of which 10 multiply strided halves for the rotary embedding. A backward pass takes BACKWARD
-times as long for them as a forward pass (twice the bytes, and sums over tokens): `lomo` there has 81 ms, with two
+39 ms of them for 83 GB, of which 10 multiply strided halves for the rotary embedding. A backward pass takes TWICE
+as long for them as a forward pass (twice the bytes, and sums over tokens): `lomo` there has 81 ms, with two
 forward passes. Both constants are a compromise with OPT, which has no such halves. torch.compile fuses all but COMPILED
 of them (benchmarks/records/lsp_h200_2026-11-15_7B_c.md). A block that cannot be counted is taken for one of Llama:
 FORWARD_H tensors of the hidden width and FORWARD_W of the widest matrix side.
@@ -38,17 +38,14 @@ from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
 
 FORWARD_H, FORWARD_W = 51, 9
-CALLS, PER_CALL = (73, 165), (0.48, 0.6)  # of a block's two passes, if they cannot be counted; operations per call
-UNRECORDED = 0.7  # the share of a forward pass that is left without autograd's record
-HOOK, UPDATE, TENSOR = 12, 8, 0.8  # the last: under plain autograd
+FORWARD, UNRECORDED, BACKWARD = 26, 24, 66  # launches of a block's pass: with autograd's record, in lockstep, backwards
+HANDED, TENSORS = 120, 9  # of a block's gradients, handed over as they are complete, or under plain autograd
 GRAPH, EXPERT = (8, 54), (10, 23)  # forward, backward
-VISIT, UNIT, STEP, PLAIN_STEP = 5.5, 14, 200, 140
-SLOWER, BACKWARD = 1.4, 2.9
+UPDATE, UNIT, STEP, PLAIN_STEP = 8, 14, 200, 140
+SLOWER, TWICE = 1.4, 2.9
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
-KEPT_GRAPH = (
-    0.53  # share of a block's activations that its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
-)
+KEPT_GRAPH = 0.53  # the share of a block's activations that its graph keeps: `lora` (past_the_link_h200_2026-11-16)
 
 
 def trained_numel(layout: Layout) -> int:
@@ -72,38 +69,14 @@ def met_share(work: Workload, passes: int = 1) -> float:
     return float(1 - (1 - work.experts) ** (work.tokens * passes))
 
 
-def forward_launches(layout: Layout, unrecorded: bool = False) -> float:
-    """Of a forward pass over all blocks. unrecorded: by autograd."""
-    calls = layout.counts.forward_calls if layout.counts else CALLS[0]
-    return layout.block_count * PER_CALL[0] * calls * (UNRECORDED if unrecorded else 1.0)
+def update_launches(layout: Layout, each: float = UPDATE) -> float:
+    """Of updates of the tensors of all blocks by our own kernels, as gradients are handed over."""
+    return each * sum(tensor.block is not None for tensor in layout.tensors)
 
 
-def backward_launches(layout: Layout) -> float:
-    """Of a backward pass over all blocks, without what is done with gradients."""
-    return layout.block_count * PER_CALL[1] * (layout.counts.backward_calls if layout.counts else CALLS[1])
-
-
-def tensors_of_blocks(layout: Layout) -> tuple[int, int]:
-    """(matrices, vectors) of all blocks, wherever their vectors are kept."""
-    found = [t for t in layout.tensors if t.block is not None]
-    matrices = sum(len(t.shape) > 1 for t in found)
-    return matrices, len(found) - matrices
-
-
-def update_launches(layout: Layout, of_matrix: float = UPDATE, of_vector: float = UPDATE) -> float:
-    """Of updates by our own kernels, as gradients are handed over."""
-    matrices, vectors = tensors_of_blocks(layout)
-    return of_matrix * matrices + of_vector * vectors
-
-
-def _expert_launches(layout: Layout, work: Workload) -> tuple[float, float]:
-    """(forward, backward) launches of layers that are computed by experts, per pass."""
-    met = 0.0 if _is_compiled(work) else met_share(work) * sum(experts.count for experts in layout.experts)
-    return met * EXPERT[0], met * EXPERT[1]
-
-
-def _widths(layout: Layout) -> tuple[int, int]:
-    return int(layout.table.shape[1]), layout.widest
+def _expert_launches(layout: Layout, work: Workload) -> float:
+    """The share of the layers of experts that the tokens of a pass use, in experts."""
+    return 0.0 if _is_compiled(work) else met_share(work) * sum(experts.count for experts in layout.experts)
 
 
 def met_numel(layout: Layout, experts: float = 1.0) -> float:
@@ -124,17 +97,16 @@ def experts_share(config: Any) -> float:
 
 def forward_flops(layout: Layout, work: Workload) -> float:
     """FLOPs of one pass over M tokens."""
-    hidden, _ = _widths(layout)
-    attention = 2 * layout.block_count * (work.length or work.tokens) * work.tokens * hidden
+    attention = 2 * layout.block_count * (work.length or work.tokens) * work.tokens * int(layout.table.shape[1])
     return 2.0 * met_numel(layout, work.experts) * work.tokens + attention
 
 
 def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:
     """Bytes that a copy moves in the time of the elementwise kernels of one forward pass."""
-    hidden, wide = _widths(layout)
-    logits = 6 * room.formats.dtype.itemsize * work.tokens * layout.table.shape[0]
+    rows, hidden = layout.table.shape
+    logits = 6 * room.formats.dtype.itemsize * work.tokens * rows
     found = layout.counts
-    each = found.forward_elements if found else FORWARD_H * hidden + FORWARD_W * wide
+    each = found.forward_elements if found else FORWARD_H * hidden + FORWARD_W * layout.widest
     blocks = layout.block_count * work.tokens * each
     return float(SLOWER * (room.formats.dtype.itemsize * blocks + logits))
 
@@ -151,17 +123,14 @@ def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room,
     """Forward passes in lockstep: every streamed unit is uploaded once, whatever the number of passes."""
     recorded = rates.gpu_bytes is not None and launched_as_graphs(layout, work.tokens)
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
-    if recorded:
-        launches = work.passes * layout.block_count * float(GRAPH[0])
-    else:
-        passing = forward_launches(layout, unrecorded=True) + VISIT * layout.block_count
-        launches = work.passes * passing + UNIT * len(layout.units)
+    launches = work.passes * layout.block_count * (GRAPH[0] if recorded else UNRECORDED)
+    launches += 0 if recorded else UNIT * len(layout.units)
     return StepWork(
         products=work.passes * forward_flops(layout, work),
         touched=work.passes * share * activation_bytes(layout, work, room),
         up=met_bytes(layout, streamed, work, room),
         recorded=recorded,
-        launches=kernels * launches + work.passes * _expert_launches(layout, work)[0] + STEP,
+        launches=kernels * launches + work.passes * EXPERT[0] * _expert_launches(layout, work) + STEP,
     )
 
 
@@ -180,8 +149,8 @@ def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room, 
 
 def _block_activations(layout: Layout, work: Workload, room: Room) -> int:
     """Activation bytes of one block, for all micro-batches of a step."""
-    hidden, wide = _widths(layout)
-    return room.formats.dtype.itemsize * work.passes * work.tokens * (HIDDEN * hidden + WIDE * wide)
+    width = HIDDEN * int(layout.table.shape[1]) + WIDE * layout.widest
+    return room.formats.dtype.itemsize * work.passes * work.tokens * width
 
 
 def _graph_bytes(layout: Layout, work: Workload, room: Room) -> float:
@@ -264,40 +233,26 @@ def reverse_work(
     if may_record:
         kept_bytes += _recording_bytes(layout, streamed, work, room, trains)
     recorded = may_record and launched_as_graphs(layout, work.tokens)
-    begun, recomputed, reversed_ = _reverse_launches(layout, work, again, plain, trains, recorded)
-    around = PLAIN_STEP if plain else STEP
+    forwards = 1 + reverses * again
+    before, back = GRAPH if recorded else (FORWARD, BACKWARD + trains * (TENSORS if plain else HANDED))
+    launches = layout.block_count * (forwards * before + reverses * back)
+    launches *= COMPILED_KERNELS if _is_compiled(work) and not recorded else 1.0
+    if not plain:
+        launches += _expert_launches(layout, work) * (forwards * EXPERT[0] + reverses * EXPERT[1])
     touched = passes * (COMPILED if _is_compiled(work) else 1.0) * elements
     uploaded = _uploaded_bytes(layout, streamed, work, room)
     inputs = _inputs_in_host_memory(layout, work, room)
     return StepWork(
         products=passes * forward * (1 + reverses * (again + 1 + weight_products)),
-        touched=touched * (1 + reverses * (again + BACKWARD)),
+        touched=touched * (1 + reverses * (again + TWICE)),
         up=(1 + reverses) * uploaded + reverses * inputs,
         down=float(inputs),
         host_bytes=inputs,
         kept_bytes=kept_bytes,
-        forwards=1 + reverses * again,
+        forwards=forwards,
         recorded=recorded,
-        launches=passes * (begun + reverses * (again * recomputed + reversed_)) + around,
+        launches=passes * launches + (PLAIN_STEP if plain else STEP),
     )
-
-
-def _reverse_launches(
-    layout: Layout, work: Workload, again: float, plain: bool, trains: bool, recorded: bool
-) -> tuple[float, float, float]:
-    """Launches of a micro-batch: (its forward pass, the recomputation of all blocks, its backward pass). again: the
-    share of the blocks that is recomputed, and so runs first without autograd's record."""
-    if recorded:
-        forward, backward = (float(layout.block_count * each) for each in GRAPH)
-        begun = forward
-    else:
-        forward, backward = forward_launches(layout), backward_launches(layout)
-        begun = again * forward_launches(layout, unrecorded=True) + (1 - again) * forward
-        if trains:
-            backward += sum(tensors_of_blocks(layout)) * (TENSOR if plain else HOOK)
-    kernels = COMPILED_KERNELS if _is_compiled(work) and not recorded else 1.0
-    first, last = (0.0, 0.0) if plain else _expert_launches(layout, work)  # of layers of experts
-    return kernels * begun + first, kernels * forward + first, kernels * backward + last
 
 
 def _uploaded_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> float:
@@ -320,4 +275,4 @@ def unpacked_bytes(unit: Unit, room: Room) -> int:
     return room.formats.home_bytes(unit) if dtype == PACKED else numel * dtype.itemsize
 
 
-FORWARD = Formulas(forward_bytes, forward_work)
+FORMULAS = Formulas(forward_bytes, forward_work)

@@ -37,7 +37,7 @@ from typing import Protocol, TypedDict
 import torch
 
 from keyhole.errors import UserError
-from keyhole.offload.slots import POISON, FreeSlots, Slot, lend, page_bytes
+from keyhole.offload.slots import POISON, FreeSlots, Slot, lend
 from keyhole.offload.timeline import Stalls, Timeline
 
 
@@ -129,7 +129,7 @@ class Engine:
     @contextmanager
     def sweep(self, name: str, order: list[int], of_all: bool = False) -> Iterator[None]:
         """One pass over pages, in this order. of_all: every process that shares homes makes this sweep and starts no
-        other collective during it (gather.py)."""
+        other collective during it (transports.py)."""
         self.order, self.cursor = [page for page in order if page in self.streamed], 0
         self.visited = []
         self.stalls.begin(name)
@@ -216,7 +216,7 @@ class Engine:
         self.before_change(page)
         self._write_back(page, slot)
         slot.intact = self.gate is None  # set last: a write-back that was interrupted leaves it False
-        self.bytes_down += page_bytes(home)
+        self.bytes_down += home.nbytes
         self.changed(page, self.down if self.cuda else None)
 
     def _write_back(self, page: int, slot: Slot) -> None:
@@ -338,7 +338,7 @@ class Engine:
             if not self.overlap:
                 return
 
-    # -- what differs where pages are shared (gather.py) or sharded (shards.py) ----------------------------------------
+    # -- what differs where ranks share pages (transports.py) -----------------------------------------------------------
 
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
         """For sharded pages: the index of the first element of this process's shard, and the shard."""
@@ -361,11 +361,11 @@ class Engine:
 
     def _room(self, page: int) -> int:
         """Bytes that a page takes in a slot."""
-        return page_bytes(self.homes[page])
+        return self.homes[page].nbytes
 
     def _crossing_bytes(self, page: int) -> int:
         """Bytes that an upload of the page transfers over the link."""
-        return page_bytes(self.homes[page])
+        return self.homes[page].nbytes
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         slot.as_page(self.homes[page]).copy_(self.homes[page], non_blocking=True)

@@ -28,10 +28,6 @@ import torch
 POISON = 0xFF  # this byte, repeated, is NaN in fp32, bf16, fp16 and fp8 (model/weights/format.py)
 
 
-def page_bytes(home: torch.Tensor) -> int:
-    return home.numel() * home.element_size()
-
-
 class Slot:
     """A reused device buffer, and the events after which it may be overwritten."""
 
@@ -54,7 +50,7 @@ class Slot:
         page = self.views.get(key)
         if page is None:
             with torch.inference_mode(False):  # an evaluation may be the first to use it, and a step changes it
-                page = self.views[key] = self.buffer[: page_bytes(home)].view(home.dtype)
+                page = self.views[key] = self.buffer[: home.nbytes].view(home.dtype)
         return page
 
 

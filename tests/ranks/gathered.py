@@ -13,7 +13,7 @@ from keyhole.methods.zo import update
 from keyhole.model.structure import find
 from keyhole.model.structure.find import STACK_NUMEL
 from keyhole.offload import arena
-from keyhole.offload.gather import GatheringEngine
+from keyhole.offload.transports import GatheringEngine
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
 from tests.model.decoders import batch, config

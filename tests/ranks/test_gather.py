@@ -11,7 +11,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.offload.gather import GatheringEngine
+from keyhole.offload.transports import GatheringEngine
 from keyhole.ranks import Ranks
 from tests.matrix import in_every_run
 from tests.model.decoders import config

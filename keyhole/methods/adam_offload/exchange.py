@@ -23,8 +23,8 @@ No further synchronization is needed: a page's weights are overwritten after its
 kernel that read them; its staging buffer is written again only after the next use of the page, which waited for the
 upload. On a CPU device the same jobs run in the same worker, with plain copies.
 
-For a sharded page (offload/shards.py) all of this holds for this rank's part. A resident part waits on the device for
-its next gather, which the engine's own event orders behind the upload.
+For a sharded page (offload/transports.py) all of this holds for this rank's part. A resident part waits on the device
+for its next gather, which the engine's own event orders behind the upload.
 
 The part of the updates that the GPU makes (updates.py) goes through a lane, a ring of slots on the device, chunk by
 chunk, on three streams that events alone order: one chunk is copied in while one is updated and one is copied back, and

@@ -29,7 +29,7 @@ from typing import Any
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
-from keyhole.methods.work import reverse_work, trained_numel
+from keyhole.methods.work import reverse_work, trained_numel, update_launches
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import block_numel
 from keyhole.model.structure.layout import Layout
@@ -39,7 +39,6 @@ SLACK = 1.06
 LOSS_TOKENS = 1024
 CLIP_PASSES = 3  # over all gradients: read for the norm, read and written for the factor
 ADAMW_PASSES = CLIP_PASSES + 18  # torch updates all tensors with one kind of kernel after the other: seven kinds
-GALORE_LAUNCHES = 6  # of its update per tensor; the others' kernels take many tensors
 GALORE_BYTES = 100  # read and written per parameter by its update, which uses fp32 copies
 
 
@@ -116,8 +115,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     per_weight = {GALORE.name: GALORE_BYTES, ADAMW.name: ADAMW_PASSES * b}.get(work.method, (CLIP_PASSES + 3) * b)
     moments = 0 if work.method == ADAMW.name else 2 * state
     if work.method == GALORE.name:
-        tensors = [t for t in layout.tensors if t.param.requires_grad]
-        found = found.plus(launches=GALORE_LAUNCHES * len(tensors))
+        found = found.plus(launches=update_launches(layout))
     return found.plus(touched=per_weight * trained + moments, saved_bytes=state)
 
 

@@ -8,7 +8,7 @@ touched     the product writes the gradient of a matrix; the update reads it, an
             benchmarks/records/), where the bytes alone take 0.01; since it sums over whole tables, 0.056 for a 3.5B
             (plan_check_h200_2026-11-16) and 0.06 to 0.09 for a 7B (lomo_h200_2026-11-16). Kahan rounding reads and
             writes 2 bytes more.
-launches    an update per tensor; SUMMED: the sums of adalomo; SKETCHED: norms, sketch and moments of apollo-mini
+launches    an update per tensor; SUMMED: with the sums of adalomo; SKETCHED: with norms and moments of apollo-mini
 products    two backward passes if the norm of the whole gradient clips, or float16 scales the loss
 down        every streamed unit, once; of expert units, those that received tokens
 """
@@ -25,7 +25,7 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
 SUMS = 7
-SUMMED, SKETCHED = (12, 4), (60, 5)  # launches of an update beyond LOMO's, per matrix and per vector
+SUMMED, SKETCHED = 17, 38  # launches of an update
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 
@@ -42,8 +42,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     sketches = work.method not in (ADALOMO.name, LOMO.name, LOMO_LORA.name)
     per_weight += b + w if sketches else 0
     if not found.recorded:
-        more = SUMMED if work.method == ADALOMO.name else SKETCHED if sketches else (0, 0)
-        found = found.plus(launches=update_launches(layout, *(UPDATE + each for each in more)))
+        each = SUMMED if work.method == ADALOMO.name else SKETCHED if sketches else UPDATE
+        found = found.plus(launches=update_launches(layout, each))
     kahan = 2 * numel if own.rounding == "kahan" else 0
     found = found.plus(touched=per_weight * numel, down=met_bytes(layout, streamed, work, room), saved_bytes=kahan)
     if isinstance(own, LOMOLoRAConfig):

@@ -26,7 +26,7 @@ from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 
 ALIGN = 64  # elements
-KERNELS, ADAM = 12, 14  # launches per matrix, beside three per step of Newton-Schulz, and per vector
+KERNELS = 12  # launches per tensor, beside three per step of Newton-Schulz
 PER_ELEMENT, PER_SQUARE = 18, 4  # bytes of Newton-Schulz
 
 
@@ -92,7 +92,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         count = tensor.shape.numel() / (short * long)
         flops += count * own.ns_steps * (4.0 * short**2 * long + 2.0 * short**3)
     found = lomo_work(layout, streamed, replace(work, method=LOMO.name, settings=own), room, rates)
-    found = found.plus(launches=update_launches(layout, KERNELS + 3 * own.ns_steps, ADAM))
+    found = found.plus(launches=update_launches(layout, KERNELS + 3 * own.ns_steps))
     return found.plus(products=flops, touched=2 * state, up=state, down=state, host_bytes=state, saved_bytes=state)
 
 

@@ -229,7 +229,7 @@ def test_a_rank_beyond_every_matrix_is_refused(wire: str | None) -> None:
     with pytest.raises(UserError, match="Set r to 16 at most"):
         LoRA(model, r=32, target_modules="k_proj")
     assert [name for name, _ in model.module.named_modules()] == before
-    assert LoRA(model, r=32).config.r == 32
+    assert LoRA(model, r=32).adapters.config.r == 32
 
 
 @pytest.mark.parametrize("first", [keyhole.LoRA, keyhole.LOMOLoRA])

@@ -1,4 +1,7 @@
-"""Each rank of a machine uploads a part of a page, and an all-gather gives every rank the whole page.
+"""Pages of several ranks: those that they share, and those of which each has a part. Beneath one engine (engine.py)
+that visits pages, a subclass says how a page gets into a slot and home again.
+
+# Gathered: each rank of a machine uploads a part of a page, and an all-gather gives every rank the whole page
 
 K ranks share the homes of streamed pages (arena.py), and each needs all n bytes of a page on its own GPU. With p
 bytes/s over a GPU's own link to the host (PCIe), v from the other GPUs (NVLink), h from host memory, all ranks at once:
@@ -36,6 +39,23 @@ before the second barrier every writer waits for its copies. Within `of_all` swe
 
 Bytes per page and rank: k over the link, (K - 1) k received; slots are larger by less than K ALIGN bytes.
 Tested with gloo between processes on a CPU. NCCL between several GPUs is untested.
+
+# Sharded: every rank stores 1 / N of a page, at the price of one collective per visit
+
+A page of n elements is cut into N parts of k = n / N elements, rounded up to PART; rank r has [r k, (r + 1) k). Parts
+are in host memory (streamed) or on the device (resident). Visits work as in the engine, with two differences:
+
+    upload      the rank copies its part to the device (over its own link), and an all-gather fills the slot
+    commit      only this rank's part of the slot is written back; the slot is not reused, because the other ranks'
+                parts have changed too
+
+All ranks must visit the same pages in the same order, so that their collectives match: the order of uploads depends
+only on the order of acquire and release, never on anything that differs between ranks. Prefetch works as usual, as far
+as there are slots. Only a gate (engine.py) depends on timing: where one process would skip a page that is not ready
+and check again later, a rank waits for it. A rank prefetches no page that this sweep has begun to rewrite, and none of
+the next sweep.
+
+Bytes per visit and rank: k H2D, (N - 1) k received; slots hold whole pages.
 """
 
 import time
@@ -46,10 +66,11 @@ from typing import Unpack
 import torch
 
 from keyhole.offload.engine import Engine, EngineOptions
-from keyhole.offload.slots import Slot, lend, page_bytes
+from keyhole.offload.slots import Slot, lend
 from keyhole.ranks import Ranks
 
-ALIGN = 512  # bytes
+ALIGN = 512  # bytes of a part that is gathered
+PART = 64  # elements of a shard
 PAGES = 4  # number of pages that are timed
 MARGIN = 0.9  # gathering must take less than this share of the time of whole uploads: its kernels use part of the GPU
 WAYS = ("auto", "always", "never")
@@ -93,11 +114,11 @@ class GatheringEngine(Engine):
         if way == "always":
             self.gathers = True
             return f"{parts} (offload.gather=always)"
-        pages = sorted(self.shared, key=lambda page: page_bytes(self.homes[page]), reverse=True)[:PAGES]
+        pages = sorted(self.shared, key=lambda page: self.homes[page].nbytes, reverse=True)[:PAGES]
         everyone = self.ranks.objects((self._seconds(pages, False), self._seconds(pages, True)))
         whole_s, parts_s = (max(seconds) for seconds in zip(*everyone, strict=True))
         self.gathers = parts_s < MARGIN * whole_s
-        gb = sum(page_bytes(self.homes[page]) for page in pages) / 1e9
+        gb = sum(self.homes[page].nbytes for page in pages) / 1e9
         rates = f"measured: {gb / parts_s:.3g} GB/s by parts, {gb / whole_s:.3g} GB/s whole"
         return f"{parts if self.gathers else whole} ({rates})"
 
@@ -154,11 +175,11 @@ class GatheringEngine(Engine):
     # -- one page --------------------------------------------------------------------------------------------------
 
     def _part_bytes(self, page: int) -> int:
-        return -(-page_bytes(self.homes[page]) // (self.ranks.local_size * ALIGN)) * ALIGN
+        return -(-self.homes[page].nbytes // (self.ranks.local_size * ALIGN)) * ALIGN
 
     def _own(self, page: int) -> slice:
         """This rank's part of a page, in bytes; it may be shortened by the page's end, or empty."""
-        part, size = self._part_bytes(page), page_bytes(self.homes[page])
+        part, size = self._part_bytes(page), self.homes[page].nbytes
         return slice(min(self.ranks.local_rank * part, size), min((self.ranks.local_rank + 1) * part, size))
 
     def _room(self, page: int) -> int:
@@ -193,3 +214,87 @@ class GatheringEngine(Engine):
         self.between.wait_stream(self.up)
         with torch.cuda.stream(self.between), self.timeline.span("upload", f"page {page}, gathered"):
             self.ranks.gather_on_machine(whole)
+
+
+def part_numel(numel: int, size: int) -> int:
+    """Elements in one of `size` parts of a page."""
+    return -(-numel // (size * PART)) * PART
+
+
+class ShardedEngine(Engine):
+    """numels: number of elements of each sharded page; homes[page] is this rank's part of it. streamed: pages (or
+    parts) in host memory."""
+
+    def __init__(
+        self,
+        homes: list[torch.Tensor],
+        numels: dict[int, int],
+        streamed: set[int],
+        device: torch.device,
+        ranks: Ranks,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        self.numels, self.ranks = numels, ranks
+        self.own = {page: homes[page] for page in numels}
+        whole = [
+            torch.empty(home.numel() * ranks.size, dtype=home.dtype, device="meta") if page in numels else home
+            for page, home in enumerate(homes)
+        ]
+        super().__init__(whole, streamed | set(numels), device, **options)
+        self.on_host = streamed
+        self.rewritten: set[int] = set()  # pages that a gate rewrites in this sweep, the same on every rank
+
+    @contextmanager
+    def sweep(self, name: str, order: list[int], of_all: bool = False) -> Iterator[None]:
+        self.rewritten.clear()
+        with super().sweep(name, order, of_all):
+            yield
+
+    def before_change(self, page: int) -> None:
+        super().before_change(page)
+        self.rewritten.add(page)
+        if self.gate is not None and any(slot.page == page for slot in self.ahead):
+            self._drop_ahead()
+
+    def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
+        return {page: (self.ranks.rank * part.numel(), part) for page, part in self.own.items()}
+
+    def kept(self, page: int) -> torch.Tensor:
+        return self.own.get(page, self.homes[page])
+
+    def on_device(self, page: int) -> torch.Tensor:
+        """A sharded page that is acquired, with its padding."""
+        return self.held[page].as_page(self.homes[page])
+
+    def acquire(self, page: int, changes: bool = True) -> torch.Tensor:
+        w = super().acquire(page, changes)
+        return w[: self.numels[page]] if page in self.numels else w
+
+    def commit(self, page: int) -> None:
+        super().commit(page)
+        if page in self.numels:
+            self.held[page].intact = False
+
+    def _goes_round(self) -> bool:
+        return self.gate is None
+
+    def _may_prefetch(self, page: int) -> bool:
+        if self.gate is not None:
+            if page in self.rewritten:
+                return False
+            self.gate.wait(page)
+        return True
+
+    def _copy_up(self, page: int, slot: Slot) -> None:
+        if page not in self.numels:
+            super()._copy_up(page, slot)
+            return
+        part = self.own[page].to(self.device, non_blocking=True)
+        self.ranks.gather_into(slot.as_page(self.homes[page]), part)
+
+    def _copy_down(self, page: int, slot: Slot) -> None:
+        if page not in self.numels:
+            super()._copy_down(page, slot)
+            return
+        begin, part = self.ranks.rank * self.own[page].numel(), self.own[page]
+        part.copy_(slot.as_page(self.homes[page])[begin : begin + part.numel()], non_blocking=True)
