@@ -338,7 +338,7 @@ class Engine:
             if not self.overlap:
                 return
 
-    # -- what differs where ranks share pages (transports.py) -----------------------------------------------------------
+    # -- what differs where ranks share pages (transports.py) ----------------------------------------------------------
 
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
         """For sharded pages: the index of the first element of this process's shard, and the shard."""
