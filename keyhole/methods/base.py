@@ -18,23 +18,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
 
 from keyhole.disk.tensors import without
 from keyhole.errors import UserError, listed
 from keyhole.methods.settings import Around, MethodSettings, check_values, checked_rate
+from keyhole.methods.torch_optimizer import TorchOptimizer
 from keyhole.methods.traits import AUTO_RATE, Traits
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from keyhole.methods.torch_optimizer import TorchOptimizer
-    from keyhole.model.attached import Addon
-    from keyhole.model.batch import Batch
-    from keyhole.model.forward.low_rank import LowRank
-    from keyhole.model.model import Model
-    from keyhole.model.structure.layout import Layout, Unit
+from keyhole.model.attached import Addon
+from keyhole.model.batch import Batch
+from keyhole.model.forward.low_rank import LowRank
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import Layout, Unit
+from keyhole.ops.autocast import with_gradients, without_autocast
 
 State = dict[str, Any]
 Saved = Mapping[str, Any]  # a state as it is loaded: a dict, or one that reads files
@@ -67,9 +66,6 @@ class Method:
     _torch_optimizer: TorchOptimizer | None = None
 
     def __init__(self, model: Model | None = None, lr: float | str | None = None, **settings: Any) -> None:
-        from keyhole.model.model import Model  # rows are read without torch
-        from keyhole.ops.autocast import with_gradients
-
         row = self.row
         if not isinstance(model, Model):
             found = "nothing" if model is None else f"a {type(model).__name__}"
@@ -147,8 +143,6 @@ class Method:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        from keyhole.ops.autocast import with_gradients, without_autocast
-
         self.lr = checked_rate(self.lr)
         if self._torch_optimizer is not None:
             self._torch_optimizer.sync()
@@ -216,8 +210,6 @@ class Method:
     def flush(self) -> None:
         """Applies deferred updates: afterwards the weights at home are those after the last step, and the caller may
         change them."""
-        from keyhole.ops.autocast import with_gradients
-
         with with_gradients():
             self.model.methods.take_changes()
             self._flush()
@@ -239,8 +231,6 @@ class Method:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """UserError for the state of another method or model, and for what is no state at all."""
-        from keyhole.ops.autocast import with_gradients
-
         try:
             if state[METHOD] != self.name:
                 raise UserError(
@@ -256,16 +246,12 @@ class Method:
                 self._load(without(state, METHOD, TENSORS))
         except UserError:
             raise
-        except RuntimeError as error:
-            if "must match the size" not in str(error):  # torch's words for other shapes
+        except (RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, RuntimeError) and "must match the size" not in str(error):  # torch's of other shapes
                 raise
             raise UserError(
-                f"{self.name}: the state is of another model, or of other settings, and does not fit: make the method "
-                f"as it was made when the state was saved ({error})"
-            ) from error
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(
-                f"{self.name}: this is not a state that {type(self).__name__}.state_dict returned "
+                f"{self.name}: this is not a state that {type(self).__name__}.state_dict returned, or it is of another "
+                "model or other settings and does not fit: make the method as it was made when the state was saved "
                 f"({type(error).__name__}: {error})"
             ) from error
 
@@ -296,8 +282,6 @@ class Method:
     def torch_optimizer(self) -> TorchOptimizer:
         """The method as an optimizer for torch's schedulers; the rate that they set is that of the next step."""
         if self._torch_optimizer is None:
-            from keyhole.methods.torch_optimizer import TorchOptimizer  # here, so that rows can be read without torch
-
             self._torch_optimizer = TorchOptimizer(self)
         return self._torch_optimizer
 

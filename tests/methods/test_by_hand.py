@@ -11,7 +11,6 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.method import WIDTH, fingerprint
-from keyhole.model.attached import AttachedMethods
 from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import load, micro_batches, weights
@@ -98,29 +97,6 @@ def test_the_modules_state_dict_has_the_last_step(name: str, away: bool) -> None
 
 
 @pytest.mark.parametrize("away", [False, True])
-@pytest.mark.parametrize("name", ["zo", "lsp"])
-def test_the_state_dict_of_a_part_has_the_last_step(name: str, away: bool) -> None:
-    """As a loop saves that keeps some of the layers."""
-    found, flushed = make(name, away), make(name, away)
-    for method in (found, flushed):
-        method.step(micro_batches(0, 1))
-    flushed.flush()
-    part, whole = (method.model.module.model.layers[0].mlp.state_dict() for method in (found, flushed))
-    assert all(torch.equal(part[key], value) for key, value in whole.items())
-
-
-def test_a_state_dict_settles_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for every module in it: each time all parameters are looked at."""
-    method, calls = make("zo"), []
-    module = method.model.module
-    monkeypatch.setattr(AttachedMethods, "settle", lambda *_: calls.append(1))
-    module.state_dict()
-    module.model.layers.state_dict(prefix="model.layers.")
-    module.load_state_dict(module.state_dict())
-    assert len(calls) == 4
-
-
-@pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("name", ["zo", "lsp", "adam-offload"])
 def test_a_change_while_an_update_is_on_its_way_is_refused(name: str, away: bool) -> None:
     """The update would overwrite it, or be added to it. After a flush, the caller writes the weights again."""
@@ -162,22 +138,6 @@ def test_backward_trains_on_what_was_changed_between() -> None:
             way(up_proj(method.model))
         method.backward(plain_loss(method.model.module, micro_batches(2, 1)))
         assert abs(float((up_proj(method.model).detach() - before).mean()) - 0.25) < 0.05
-
-
-@pytest.mark.parametrize("away", [False, True])
-@pytest.mark.parametrize("loads", [False, True])
-def test_weights_are_changed_before_the_first_step(loads: bool, away: bool) -> None:
-    """As initialisations do, through `.data`; nothing is on its way then, so no flush is asked for."""
-    method = make("adam-offload", away)
-    if loads:
-        other = make("adam-offload")
-        other.step(micro_batches(0, 1))
-        method.load_state_dict(other.state_dict())
-    by_data(up_proj(method.model))
-    before = up_proj(method.model).detach().clone()
-    method.step(micro_batches(1, 1))
-    method.flush()
-    assert torch.allclose(up_proj(method.model), before, atol=0.05)
 
 
 def test_a_state_that_is_saved_after_a_change_holds_it() -> None:
@@ -297,17 +257,6 @@ def test_a_parameter_that_is_no_longer_or_newly_in_the_module_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_module_that_is_only_wrapped_goes_on() -> None:
-    """The same parameters in another place, as some libraries arrange them."""
-    method = make("lomo")
-    method.step(micro_batches(0, 1))
-    mlp = method.model.module.model.layers[0].mlp
-    before = up_proj(method.model).clone()
-    mlp.up_proj = nn.Sequential(mlp.up_proj)
-    method.step(micro_batches(1, 1))
-    assert not torch.equal(before, mlp.up_proj[0].weight)
-
-
 def test_a_fingerprint_tells_values_and_places_apart() -> None:
     """Of one bit; of two elements exchanged between rows, within an integer, and at the end; wherever they begin."""
     torch.manual_seed(0)  # the elements that are exchanged must differ
@@ -348,30 +297,6 @@ def test_averaged_weights_are_evaluated_in_place_of_the_trained_ones(name: str) 
         assert all(torch.equal(shadow[key], 0.5 * value) for key, value in backup.items())
     ours, theirs = weights(method.model), weights(other.model)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-def test_changes_are_seen_after_a_step_that_was_refused() -> None:
-    """It never began, so it is not the present one."""
-    method = make("adam-offload")
-    method.step(micro_batches(0, 1))
-    up_proj(method.model).grad = torch.zeros_like(up_proj(method.model))
-    with pytest.raises(UserError, match="has left some"):
-        method.step(micro_batches(1, 1))
-    method.model.module.zero_grad()
-    by_add(up_proj(method.model))
-    with pytest.raises(UserError, match="changed by hand while the last step"):
-        method.step(micro_batches(1, 1))
-
-
-@pytest.mark.parametrize("first", ["lomo", "adam-offload"])
-def test_adapters_are_added_while_another_method_exists(first: str) -> None:
-    """Its own weights are not those of a stranger."""
-    method = make(first)
-    method.step(micro_batches(0, 1))
-    pytest.importorskip("peft")
-    adapted = keyhole.LoRA(method.model, 1e-3)
-    adapted.step(micro_batches(1, 1))
-    assert any(param.any() for name, param in adapted.addon.params.items() if "lora_B" in name)
 
 
 def test_gradients_that_were_left_in_adapters_are_refused() -> None:

@@ -23,12 +23,6 @@ def test_pieces_lie_side_by_side() -> None:
     assert whole.data_ptr() == flat.data_ptr() and whole.numel() == 12
 
 
-def test_without_a_gpu_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU path has no page-locked memory and says so by False, not by an error."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert arena.pin(torch.empty(8)) is False
-
-
 class Cudart:
     """Registers ranges as CUDA does: an address twice is refused, and the refusal waits for the next launch."""
 
@@ -81,18 +75,6 @@ def test_memory_is_unpinned_before_it_is_freed(cudart: Cudart) -> None:
     assert cudart.calls == ["register"]
     del piece
     assert cudart.calls == ["register", "wait", "unregister"] and not cudart.registered
-
-
-def test_unpinning_twice_is_unpinning_once(cudart: Cudart) -> None:
-    """By hand, by hand again, and when it is freed: one call; and it may be pinned anew in between."""
-    flat = arena.host_memory(4096)
-    assert arena.pin(flat)
-    arena.unpin(flat)
-    arena.unpin(flat)
-    assert cudart.calls.count("unregister") == 1
-    assert arena.pin(flat)
-    del flat
-    assert cudart.calls.count("unregister") == 2 and not cudart.registered
 
 
 def test_pinned_memory_at_the_end_of_the_process() -> None:
@@ -167,17 +149,6 @@ def test_the_gpu_sees_what_is_written_after_a_fork() -> None:
     forks("", 'assert torch.equal(pinned.to("cuda", non_blocking=True).cpu(), pinned)')
 
 
-def test_a_refusal_to_pin_is_inherited_as_before(cudart: Cudart) -> None:
-    """Memory that the system did not pin is ordinary memory, in children too."""
-    flat = arena.host_memory(4096)
-    cudart.registered.add(flat.data_ptr())
-    with pytest.warns(UserWarning, match="712"):
-        assert not arena.pin(flat)
-    assert "dc" not in flags(flat.data_ptr())
-    cudart.registered.clear()
-    assert arena.pin(flat) and "dc" in flags(flat.data_ptr())
-
-
 def flags(address: int) -> list[str]:
     """The kernel's flags of a mapping; dc: do not copy on fork."""
     found = False
@@ -205,11 +176,3 @@ def test_memory_is_pinned_in_place() -> None:
     assert torch.ones(3, device="cuda").add_(1).tolist() == [2, 2, 2]
     arena.unpin(flat)
     assert not flat.is_pinned()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_an_address_can_be_pinned_again() -> None:
-    """Memory that was dropped while pinned leaves nothing behind for the next mapping at its address."""
-    for _ in range(20):
-        assert arena.pin(arena.host_memory(1 << 22))

@@ -209,58 +209,6 @@ def test_prefetch_runs_ahead_in_order() -> None:
     assert [slot.page for slot in engine.ahead] == [1, 2, 3]
 
 
-def test_work_that_goes_round_is_prefetched_each_time() -> None:
-    """Generation makes many rounds in one sweep; a page that was skipped is uploaded when it is asked for."""
-    engine = make(slot_count=2)
-    with engine.sweep("generate", [1, 2, 3]):
-        for page in (1, 2, 3, 1, 3, 1, 2):
-            engine.acquire(page)
-            engine.release(page)
-            assert engine.order[engine.cursor % 3] == page % 3 + 1 == engine.ahead[0].page
-
-
-def test_a_resident_page_never_moves() -> None:
-    """It is handed out as it is; commit and release have nothing to do."""
-    engine = make(streamed={5}, slot_count=1)
-    with engine.sweep("train", list(range(6))):
-        assert engine.acquire(0).data_ptr() == engine.homes[0].data_ptr()
-        engine.commit(0)
-        engine.release(0)
-    assert engine.bytes_down == 0 and engine.bytes_up == BYTES[5]
-
-
-def test_nothing_streamed_needs_no_slots() -> None:
-    """A resident model pays nothing for the engine."""
-    engine = make(streamed=set())
-    with engine.sweep("train", list(range(6))):
-        for page in range(6):
-            engine.acquire(page)
-            engine.release(page)
-    assert engine.slots == [] and engine.bytes_up == 0
-
-
-def test_several_pages_may_be_held() -> None:
-    """As many as there are slots, and each keeps its values while others come and go."""
-    engine = make(slot_count=3, chaos=random.Random(0))
-    with engine.sweep("train", [1, 2, 3, 4, 5]):
-        first, second = engine.acquire(1), engine.acquire(4)
-        for page in (2, 3, 5):
-            assert torch.equal(engine.acquire(page), engine.homes[page])
-            engine.release(page)
-        assert torch.equal(first, engine.homes[1]) and torch.equal(second, engine.homes[4])
-        engine.release(4)
-        engine.release(1)
-
-
-def test_holding_a_page_twice_is_a_bug() -> None:
-    """Two users of one slot would overwrite each other."""
-    engine = make()
-    with pytest.raises(AssertionError, match="acquired already"), engine.sweep("train", [1]):
-        engine.acquire(1)
-        engine.acquire(1)
-    assert not engine.held  # the sweep has cleaned up
-
-
 def test_an_error_gives_the_slots_back() -> None:
     """After an exception inside a sweep nothing is held, and the next sweep works."""
     engine = make(slot_count=1, chaos=random.Random(0))

@@ -44,7 +44,7 @@ import torch
 from keyhole.offload import arena
 from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
-from keyhole.offload.slots import lend, page_bytes
+from keyhole.offload.slots import lend
 from keyhole.offload.workers import DeviceJob, Job, Workers
 
 Span = tuple[int, int]  # [begin, end) of a page
@@ -96,7 +96,7 @@ class Exchange:
         self.rewritten.add(page)
         buffer = self.staging[page][begin : begin + grad.numel()]
         grad = grad.to(buffer.dtype).reshape(-1)
-        self.engine.bytes_down += page_bytes(grad)
+        self.engine.bytes_down += grad.nbytes
         self.down.send(grad, buffer)
 
     def sent(self) -> Any:
@@ -126,7 +126,7 @@ class Exchange:
         self.pool.submit(work, page=page, after=after, urgency=page, on_device=on_device)
         self.leaving.discard(page)
         if page not in self.engine.on_host:
-            self.engine.bytes_up += page_bytes(self.source[page][slice(*back)])
+            self.engine.bytes_up += self.source[page][slice(*back)].nbytes
 
     def send_back(self, page: int, begin: int, end: int) -> None:
         """Uploads a span of a resident page; does nothing for a streamed page."""
@@ -196,12 +196,12 @@ class Exchange:
 def _staging(engine: Engine, kept: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The homes of streamed pages, and one page-locked allocation for all others."""
     own = [page for page in kept if page not in engine.on_host]
-    sizes = [-(-page_bytes(kept[page]) // 256) * 256 for page in own]
+    sizes = [-(-kept[page].nbytes // 256) * 256 for page in own]
     flat = arena.host_memory(sum(sizes)).fill_(0)
     if engine.cuda:
         arena.pin(flat, engine.device)
     pieces = dict(zip(own, flat.split(sizes), strict=True))
-    places = {page: pieces[page][: page_bytes(kept[page])].view(kept[page].dtype) for page in own}
+    places = {page: pieces[page][: kept[page].nbytes].view(kept[page].dtype) for page in own}
     return {page: kept[page] for page in kept if page in engine.on_host} | places
 
 

@@ -46,15 +46,6 @@ def test_equals_peft_in_a_plain_loop(name: str) -> None:
         torch.testing.assert_close(method.params[key].data, param.data, rtol=1e-3, atol=1e-5)
 
 
-def test_the_mode_of_the_module_changes_no_bit() -> None:
-    """Without dropout in the adapters: model.module.train() and eval() between steps are as none."""
-    toggled, plain = LoRA(load(), lr=1e-2), LoRA(load(), lr=1e-2)
-    for t in range(3):
-        toggled.model.module.train(t % 2 == 0)
-        assert toggled.step(batch(seed=t)).item() == plain.step(batch(seed=t)).item()
-    assert all(torch.equal(toggled.params[key], param) for key, param in plain.params.items())
-
-
 def test_the_base_is_known_by_its_bits_on_any_number_of_threads() -> None:
     """The state of one machine is that of another: a sum of floats depends on how many threads add it up."""
     states, before = [], torch.get_num_threads()
@@ -100,16 +91,6 @@ def test_unmerged_adapters_are_read_by_peft(tmp_path: Path) -> None:
     nll_B, count_B = model.nll(batch(seed=9))
     expected = loaded(**batch(seed=9)).loss * count_B.sum()
     torch.testing.assert_close(nll_B.sum(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_an_unmerged_adapter_names_its_base(tiny_model: Path, tmp_path: Path) -> None:
-    """peft finds the model by the adapter alone."""
-    model = keyhole.load(tiny_model, device="cpu")
-    LoRA(model, lr=1e-2, r=4, merge=False).step(batch())
-    model.save_pretrained(tmp_path / "out")
-    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter")
-    nll_B, count_B = model.nll(batch(seed=9))
-    torch.testing.assert_close(nll_B.sum(), loaded(**batch(seed=9)).loss * count_B.sum(), rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_of_rounded_weights_names_no_base(tiny_model: Path, tmp_path: Path) -> None:
@@ -180,17 +161,6 @@ def test_a_loaded_state_is_a_copy(make: type) -> None:
     assert all(torch.equal(shared[name], apart[name]) for name in apart)
 
 
-def test_a_state_from_before_the_first_step_has_no_moments() -> None:
-    """Loaded into a method that has stepped: the next step is a first one."""
-    used, fresh = LoRA(load(), 1e-2), LoRA(load(), 1e-2)
-    begin = copy.deepcopy(used.state_dict())
-    used.step(batch(seed=1))
-    used.load_state_dict(begin)
-    for method in (used, fresh):
-        method.step(batch(seed=2))
-    assert all(torch.equal(param, fresh.params[name]) for name, param in used.params.items())
-
-
 def test_a_state_on_top_of_merged_weights_is_refused(tmp_path: Path) -> None:
     """Adapters would be added twice: the error says which model to load."""
     model = load()
@@ -250,16 +220,6 @@ def test_a_second_method_on_a_model_with_adapters_is_refused(first: Any) -> None
     assert torch.equal(model.nll(batch())[0], alone.nll(batch())[0])
 
 
-def test_what_was_saved_is_trained_on_by_a_second_method(tmp_path: Path) -> None:
-    """As the refusal says: merged adapters are in the weights."""
-    model = load()
-    LoRA(model, lr=3e-2).step(batch())
-    model.save_pretrained(tmp_path / "first")
-    found = float(LoRA(keyhole.load(tmp_path / "first", device="cpu"), lr=1e-3).step(batch()))
-    nll_B, count_B = model.nll(batch())
-    assert found == pytest.approx(float(nll_B.sum() / count_B.sum()), rel=1e-5)
-
-
 @pytest.mark.parametrize("cls", [keyhole.LoRA, keyhole.LOMOLoRA])
 @pytest.mark.parametrize("placement", ["resident", "stream"])
 def test_a_method_that_cannot_be_made_leaves_no_adapters(cls: Any, placement: str) -> None:
@@ -272,16 +232,3 @@ def test_a_method_that_cannot_be_made_leaves_no_adapters(cls: Any, placement: st
     found = [cls(each, lr=1e-2) for each in (model, load(placement=placement))]
     losses = [[float(method.step(batch(seed=step))) for step in (0, 1)] for method in found]
     assert losses[0] == losses[1]
-
-
-def test_two_trainers_on_one_model(tmp_path: Path) -> None:
-    """A second stage is refused, too; the first trainer goes on."""
-    from keyhole.hf import KeyholeArguments, KeyholeTrainer
-
-    model, rows = load(), [{key: value[0] for key, value in batch(seed=step).items()} for step in range(4)]
-    args = KeyholeArguments(str(tmp_path), method="lora", max_steps=1, use_cpu=True, report_to=[], learning_rate=1e-3)
-    first = KeyholeTrainer(model, args, train_dataset=rows)
-    first.train()
-    with pytest.raises(UserError, match="it has adapters already"):
-        KeyholeTrainer(model, args, train_dataset=rows).train()
-    first.train()

@@ -82,29 +82,6 @@ def test_a_mount_point_can_be_saved_to(model: keyhole.Model, small_disk: Callabl
     assert AutoModelForCausalLM.from_pretrained(path) and not [name for name in names(path) if name.startswith(".")]
 
 
-def test_a_crash_between_files_leaves_no_mixture(
-    model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the process dies while shards are moved, the directory does not load, rather than mix two models."""
-    monkeypatch.setattr(hf, "SHARD_BYTES", 50_000)
-    model.save_pretrained(tmp_path)
-    real, moved = os.replace, []
-
-    def replace(source: Path, target: Path) -> None:
-        if len(moved) == 3:
-            raise KeyboardInterrupt
-        moved.append(target)
-        real(source, target)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", replace)
-        model.save_pretrained(tmp_path)
-    with pytest.raises((OSError, ValueError)):  # there is no config.json
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-    model.save_pretrained(tmp_path)
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
 ONE = {"config.json", "model.safetensors", "tokenizer.json"}
 TWO = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", hf.INDEX, "vocab.json"}
 
@@ -201,20 +178,6 @@ def test_files_of_the_user_in_a_folder_of_the_model_stay(model: keyhole.Model, t
     assert (elsewhere / "file").read_text() == "old"
 
 
-def test_publish_copies_where_links_are_impossible(
-    model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system without links gets copies."""
-
-    def link(source: Path, target: Path) -> None:
-        raise OSError("no links here")
-
-    monkeypatch.setattr(os, "link", link)
-    model.save_pretrained(tmp_path / "c")
-    hf.publish(tmp_path / "c", tmp_path / "out", names(tmp_path / "c"))
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "c" / "model.safetensors").read_bytes()
-
-
 def test_end_tokens_join_the_generation_config(model: keyhole.Model, tmp_path: Path) -> None:
     """The token that ends a trained turn stops generation after a save, beside the ones known before."""
     end = model.tokenizer.eos_token_id
@@ -230,13 +193,3 @@ def test_a_generation_config_that_transformers_refuses_is_mended(model: keyhole.
         setattr(model.module.generation_config, name, value)
     model.save_pretrained(tmp_path / "out")
     assert not AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.do_sample
-
-
-def test_a_sampling_model_keeps_its_settings(model: keyhole.Model, tmp_path: Path) -> None:
-    """Of a model that samples, only what beams would use is unset."""
-    own = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "early_stopping": True}
-    for name, value in own.items():
-        setattr(model.module.generation_config, name, value)
-    model.save_pretrained(tmp_path / "out")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
-    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.5, 0.9)
