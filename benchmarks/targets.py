@@ -16,9 +16,10 @@ from pathlib import Path
 
 from keyhole.bench import snapshots
 from keyhole.bench.cases import STREAMED, TABLES, Case, read_tables
-from keyhole.bench.report import Record, grid
+from keyhole.bench.report import Record
 from keyhole.bench.step_tables import Line
 from keyhole.machine.sizes import GIB
+from keyhole.machine.text import markdown
 
 HOST_FACTOR, HOST_SLACK_BYTES = 1.03, 2 * GIB
 FLOORS, SHORT_FLOORS = 1.10, 1.15  # a step over max(compute, link); of short batches
@@ -146,7 +147,7 @@ def verdicts(path: Path) -> str:
     records = found.get("rows", found.get("records", []))  # rows: in older files of snapshots
     saved = any("mode" in r.get("case", r) or r.get("case", {}).get("saving") for r in records)
     rows = judge_snapshots(records) if saved else judge_zo(records)
-    return grid(["what", "case", "target", "measured", "verdict"], [list(vars(row).values()) for row in rows])
+    return markdown(["what", "case", "target", "measured", "verdict"], [list(vars(row).values()) for row in rows])
 
 
 if __name__ == "__main__":

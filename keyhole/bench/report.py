@@ -17,6 +17,7 @@ from typing import Any
 from keyhole.bench.cases import Table
 from keyhole.disk.files import write_text
 from keyhole.disk.json_text import json_text
+from keyhole.machine.text import markdown
 
 Record = dict[str, Any]
 Cells = dict[str, str]
@@ -106,15 +107,7 @@ class Report:
 def table(rows: Sequence[Mapping[str, str]]) -> str:
     """The rows as a table; a column that no row fills is left out."""
     heads = [head for head in dict.fromkeys(head for row in rows for head in row) if any(row.get(head) for row in rows)]
-    return grid(heads, [[row.get(head, "") for head in heads] for row in rows])
-
-
-def grid(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table whose columns are also aligned as plain text."""
-    rows = [[cell.replace("|", "/").replace("\n", " ") for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in lines)
+    return markdown(heads, [[row.get(head, "") for head in heads] for row in rows]) if heads else ""
 
 
 def number(value: float | None, form: str = ".2f", unit: str = "") -> str:

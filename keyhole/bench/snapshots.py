@@ -15,19 +15,16 @@ checkpoint in the time of one period, it bounds the run in every mode, so choose
 
     seconds per step x every >= bytes of the weights / bytes per second of the disk         (1.3 GB/s: batch 16)
 
-The floor of a mode with checkpoints is the longer of a period without checkpoints, and the weights at the disk's own
-rate, which is measured in the same run. "half GiB" is half of the weights, the limit for copies. Checkpoints go to the
-system's place for temporary files: TMPDIR names another disk.
+"half GiB" is half of the weights, the limit for copies. Checkpoints go to the system's place for temporary files:
+TMPDIR names another disk.
 """
 
-import os
 import random
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -40,13 +37,11 @@ from keyhole.bench.report import Cells, Record, Report, number, table
 from keyhole.bench.steps import batches_of, load, method_of
 from keyhole.checkpoint import journal, select
 from keyhole.checkpoint.replay import apply_records
-from keyhole.checkpoint.snapshot import PIECE_BYTES, WORKERS, write_at
 from keyhole.checkpoint.state import State, verify
 from keyhole.checkpoint.writer import Writer
 from keyhole.machine.sizes import GIB
 
 LR = 1e-7
-PROBE_BYTES = 4 * GIB  # upper limit of what is written to measure the disk
 NONE, BACKGROUND, REPLAY = "none", "background", "replay"
 EVERY, PERIODS, REPLAYED = 10, 2, 1000  # steps between checkpoints, checkpoints that are timed, steps of the journal
 
@@ -66,7 +61,6 @@ def measure_saving(case: Case, job: Job, emit: Emit) -> Record:
         scratch = Path(place)
         run(3)
         measure.wait(device)
-        rate = disk_rate(scratch, weights_bytes)
         measure.clean_up(device)
         if isinstance(method, keyhole.ZO) and case.saving == REPLAY:
             found = time_replay(method, REPLAYED)
@@ -84,7 +78,7 @@ def measure_saving(case: Case, job: Job, emit: Emit) -> Record:
             measure.wait(device)
             found = {"steps": EVERY, "wall_s": time.perf_counter() - begin_s}
             found |= {"write_s": written} if written else {}
-    found |= {"weights_bytes": weights_bytes, "disk_bytes_per_s": rate}
+    found["weights_bytes"] = weights_bytes
     found["tokens_per_s"] = found["steps"] * batches[0]["input_ids"].numel() / found["wall_s"]
     found |= {"host_bytes": measure.host_memory(), "device": measure.device_memory(device)}
     model.close()
@@ -128,24 +122,6 @@ def time_replay(method: keyhole.ZO, steps: int) -> Record:
     return {"steps": steps, "wall_s": apply_records(method, records)}
 
 
-def disk_rate(directory: Path, size_bytes: int) -> float:
-    """Bytes per second of a file of about this size, written and flushed by as many threads as a snapshot's, but
-    without checksums. Its bytes are random, since some file systems are faster with repeated ones."""
-    pieces = max(WORKERS, min(size_bytes, PROBE_BYTES) // PIECE_BYTES)
-    data, path = memoryview(os.urandom(PIECE_BYTES)), directory / "probe"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        begin_s = time.perf_counter()
-        with ThreadPoolExecutor(WORKERS) as pool:
-            for _ in pool.map(lambda piece: write_at(file, data, piece * PIECE_BYTES), range(pieces)):
-                pass
-        os.fdatasync(file)
-        return pieces * PIECE_BYTES / (time.perf_counter() - begin_s)
-    finally:
-        os.close(file)
-        path.unlink()
-
-
 def by_mode(records: list[Record]) -> dict[tuple[str, str], Record]:
     """The latest measurement of each model and mode. Records of older files name their mode."""
     found = {}
@@ -164,14 +140,12 @@ class SnapshotReport(Report):
         r, textbook = found[model, mode], found.get((model, TEXTBOOK))
         none = found.get((model, TEXTBOOK if mode.startswith(TEXTBOOK) else NONE), r)
         period_s = r["wall_s"] / r["steps"] * none["steps"]  # none is timed over one period
-        disk_s = r["weights_bytes"] / r["disk_bytes_per_s"] if "write_s" in r else None
         cells = {"model": model, "batch": str(r["case"]["batch"]), "mode": mode, "tok/s": f"{r['tokens_per_s']:,.0f}"}
         cells["against none"] = f"{r['tokens_per_s'] / none['tokens_per_s']:.3f}x"
         cells["against textbook"] = f"{r['tokens_per_s'] / textbook['tokens_per_s']:.3f}x" if textbook else ""
         for head, key in {"written in s": "write_s", "training waited s": "training_waited_s"}.items():
             cells[head] = ", ".join(f"{seconds:.2f}" for seconds in r.get(key, []))
-        cells |= {"disk's floor s": number(disk_s), "period s": f"{period_s:.2f}"}
-        cells["vs floor"] = number(period_s / max(none["wall_s"], disk_s) if disk_s else None, unit="x")
+        cells |= {"period s": f"{period_s:.2f}", "none s": f"{none['wall_s']:.2f}"}
         if "copies_bytes" in r:
             cells |= {"copies GiB": f"{r['copies_bytes'] / GIB:.2f}", "half GiB": f"{r['weights_bytes'] / 2 / GIB:.2f}"}
         return cells | {"GPU GiB": number(r["device"]["reserved_bytes"] / GIB or None)}

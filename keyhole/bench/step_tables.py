@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from keyhole.bench.cases import NATIVE, RESIDENT, STREAMED, TEXTBOOK, Case, Table
 from keyhole.bench.floors import link_seconds
-from keyhole.bench.report import Cells, Record, Report, grid, number, table
+from keyhole.bench.report import Cells, Record, Report, number, table
 from keyhole.bench.shapes import BLOCKS
 from keyhole.machine.sizes import GIB, MIB
+from keyhole.machine.text import markdown
 
 NOTES = """\
 tok/s and ratios are medians over the timed steps; +- is (max - min) / 2 over the median. "vs textbook": tok/s over the
@@ -140,7 +141,7 @@ class StepReport(Report):
         links = [r for r in self.records if r["kind"] == "link"]
         rows = [[f"{r['unit_bytes'] / MIB:.0f}", *(f"{r[rate]:.1f}" for rate in rates)] for r in links]
         head = ["copy MiB", "up GB/s", "down GB/s", "both at once, each way", "median of that"]
-        return [*parts, "## Link", grid(head, rows)] if rows else parts
+        return [*parts, "## Link", markdown(head, rows)] if rows else parts
 
     def differing(self) -> list[str]:
         """Cases whose losses differ from their reference."""

@@ -34,7 +34,7 @@ from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
 from keyhole.eval.score import AnswerScore, DataScore, Score, check_code, data_score, score
 from keyhole.eval.tasks import is_task, read_task, task_name
 from keyhole.loading import load
-from keyhole.machine.text import printable
+from keyhole.machine.text import markdown, printable
 from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 
@@ -140,14 +140,7 @@ def score_data(
 def table(scores: Sequence[Score]) -> str:
     """The results as plain text that is also a Markdown table."""
     columns = ["name", "rows", "result", "accuracy by chance", "accuracy by sum", "margin", "loss", "perplexity"]
-    rows = [columns, *([printable(cell) for cell in _cells(each)] for each in scores)]
-    sizes = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    aligned = [
-        [c.ljust(n) if i == 0 else c.rjust(n) for i, (c, n) in enumerate(zip(r, sizes, strict=True))] for r in rows
-    ]
-    rule = "|".join(["-" * (n + 1) + ("-" if i == 0 else ":") for i, n in enumerate(sizes)])
-    lines = [f"| {' | '.join(cells)} |" for cells in aligned]
-    lines.insert(1, f"|{rule}|")
+    shown = markdown(columns, [[printable(cell) for cell in _cells(each)] for each in scores], numbers=True)
     cut = [f"{s.name}: {s.truncated} texts were too long and were cut" for s in scores if s.truncated]
     cut += [
         f"{s.name}: answers end after {s.shortened} tokens, half of what the model or max_length has room for"
@@ -158,7 +151,7 @@ def table(scores: Sequence[Score]) -> str:
     more = [
         f"{s.name}: {', '.join(_number(*pair) for pair in s.metrics.items())}" for s in scores if len(s.metrics) > 1
     ]
-    return "\n".join(lines + more + cut)
+    return "\n".join([shown, *more, *cut])
 
 
 def _number(metric: str, value: float) -> str:

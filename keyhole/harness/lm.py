@@ -203,9 +203,3 @@ class KeyholeLM(TemplateLM):
         if not settings.setdefault("do_sample", temperature > 0):
             settings["temperature"] = None
         return int(counts[0] if counts else NEW_TOKENS), stop, settings
-
-    def get_model_info(self) -> dict[str, object]:
-        """The description of the model in the file of results."""
-        count = sum(tensor.shape.numel() for tensor in self.model.layout.tensors)
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return {"model_num_parameters": count, "model_dtype": dtype, "model_source": self.model.source}

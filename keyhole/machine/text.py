@@ -9,6 +9,7 @@ window, or hide earlier output. It may also be a megabyte long. So all printed t
     duration(seconds)       a readable time
     counted(number, noun)   `1 row`, `2,000 rows`
     aligned(rows)           the lines of a table
+    markdown(header, rows)  the same in Markdown
     last_parts(paths)       names of paths
 """
 
@@ -58,6 +59,19 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
         "  ".join(text.ljust(widths[i]) if i in left else text.rjust(widths[i]) for i, text in enumerate(row)).rstrip()
         for row in rows
     ]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> str:
+    """A Markdown table whose columns are also aligned as plain text. numbers: all columns but the first are flush
+    right."""
+    cells = [[cell.replace("|", "/").replace("\n", " ") for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        [c.rjust(w) if numbers and i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        for row in cells
+    ]
+    lines.insert(1, ["-" * (w - 1) + (":" if numbers and i else "-") for i, w in enumerate(widths)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def last_parts(paths: Sequence[str | PathLike[str]]) -> list[str]:

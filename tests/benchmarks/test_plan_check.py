@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from benchmarks import plan_check
-from benchmarks.plan_check import CASES, Line, summary
-from keyhole.bench.report import Record
+from benchmarks.plan_check import CASES, summary
 from keyhole.methods import METHODS
 
 
@@ -22,13 +21,3 @@ def test_a_case_is_measured_with_its_rates(tmp_path: Path, capsys: object) -> No
     (line,) = plan_check.recorded(next(tmp_path.glob("*.json")))
     assert line.planned["seconds"] > 0 < line.measured["seconds"] and line.measured["host"] > 0
     assert any(told.startswith("seconds: ") for told in summary([line]))
-
-
-def test_the_order_of_pairs_is_counted() -> None:
-    """Two that differ by less than 2 % have none."""
-
-    def line(planned: float, measured: float) -> Line:
-        numbers: list[Record] = [{"gpu": 1.0, "host": 1.0, "seconds": x} for x in (planned, measured)]
-        return Line(CASES[0], *numbers, "")
-
-    assert summary([line(1.0, 1.0), line(2.0, 1.01), line(3.0, 0.5)])[-1] == "pairs ordered right: 0 of 2, 0.0%"

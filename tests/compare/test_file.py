@@ -193,15 +193,6 @@ def test_shipped_comparisons_are_right(name: str) -> None:
         assert [w for w in warnings if "zo is known" in w or "has no effect" in w and "task_data" not in w] == []
 
 
-def test_the_papers_grids() -> None:
-    """LOMO's two rates with three warm-ups; adapters of four ranks on q and v with a warm-up of their own."""
-    groups, _ = plan(read_comparison(comparisons()["lomo-table3"], ("tasks=rte",)), lambda model: "content")
-    sizes = {group.method: len(group.points) for group in groups}
-    assert sizes == {"lomo": 6, "lora": 1, "lomo-lora": 24}
-    config = next(iter(groups[2].trials.values())).config
-    assert config.lomo_lora.adapter_warmup_ratio == 0.05 and config.lomo_lora.target_modules == ["q_proj", "v_proj"]
-
-
 def test_without_dev_a_grid_has_nothing_to_choose_by(tmp_path: Path) -> None:
     """Test never chooses: a grid is refused, single settings are run to their last step."""
     text = TEXT.replace("num_dev: 12", "num_dev: 0")

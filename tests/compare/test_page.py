@@ -42,24 +42,6 @@ def test_the_page_is_whole_and_escapes_everything() -> None:
     assert "No run is finished yet" in page([Cell(EVIL, EVIL, EVIL, missing=2)])
 
 
-def test_one_run_is_no_runs_and_a_long_task_does_not_push_its_numbers_away() -> None:
-    """The name of a task wraps in the head of its column."""
-    name = "t" * 200
-    html = page([Cell(EVIL, name, "a", (), "accuracy", 0.7, runs=[result("a")], grid=[result("a")])])
-    assert (
-        re.search(r"<li>1 run\b", html)
-        and f"<th class='long'>{name}<small>" in html
-        and ".long{white-space:normal" in html
-    )
-
-
-def test_markdown_keeps_its_cells() -> None:
-    """A name with a bar or a line break does not end its cell."""
-    comparison = Comparison("a", "a|b\nc", {EVIL: "dir"}, {EVIL: {}}, {EVIL: {}}, [0], "out")
-    rows = [line for line in to_markdown(comparison, cells()).splitlines() if line.startswith("| &lt;")]
-    assert rows and {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {3, 10}
-
-
 def test_markdown_and_page_have_no_html_links_or_control_characters_of_names() -> None:
     """Also of messages, which may quote anything, and of a name that ends with a backslash."""
     evil = "<img src=x>![a](http://x)\x1b[31m\\"
@@ -167,16 +149,6 @@ def test_the_page_names_the_model_where_there_are_several() -> None:
         assert html.count(f"<td class='left'>t, {model}</td>") == 2
     assert "<th class='left'>task</th>" in html, "above its column"
     assert "t, m" not in make_page(comparison, made[:1], {}, ENVIRONMENT)
-
-
-def test_the_table_names_metrics() -> None:
-    """That of test in the head, and beside each number; that of dev where it is another."""
-    comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
-    text = to_markdown(
-        comparison, [Cell("m", "t", "x", (), "matthews", 0.5, None, "loss", 0.25, 2.0, runs=[result("x")])]
-    )
-    assert "| method | t (matthews) |" in text and "| 0.250 loss | 50.0 matthews |" in text
-    assert "| m | t | y | - | - | - |" in to_markdown(comparison, [Cell("m", "t", "y", missing=0)])
 
 
 def test_methods_without_gradients_are_drawn_over_forward_passes() -> None:

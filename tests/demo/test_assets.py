@@ -10,7 +10,7 @@ import keyhole
 from keyhole import assets
 from keyhole.eval.choices import score_task
 from keyhole.eval.tasks import Question, Task, read_task
-from scripts.demo_model.corpus import END, FAR, USER, documents, remark
+from scripts.demo_model.corpus import FAR, remark
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +32,6 @@ def test_transformers_loads_it_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, info = AutoModelForCausalLM.from_pretrained(assets.MODEL, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert loaded.config.vocab_size == len(AutoTokenizer.from_pretrained(assets.MODEL))
-
-
-def test_tokenizer_round_trip_and_chat() -> None:
-    """Any text comes back; the end mark is eos; the chat template writes what the corpus wrote."""
-    tokenizer = AutoTokenizer.from_pretrained(assets.MODEL)
-    for text in [*documents(11, 200), "caf\u00e9, 100% <odd> \U0001f600\n\ttabs"]:
-        assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert tokenizer.eos_token == END and tokenizer.pad_token_id != tokenizer.eos_token_id
-    chat = [{"role": "user", "content": "How was the soup?"}]
-    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert prompt == f"{USER}How was the soup?{END}<|assistant|>"
 
 
 def test_stamps_are_single_tokens() -> None:

@@ -39,9 +39,3 @@ def test_what_is_said() -> None:
     assert "skipped: no <room>" in squeezed_line(replace(good, skipped="no <room>"))
     page = make_report([], 0, ENVIRONMENT, [good, replace(good, skipped="no <room>")])
     assert "no &lt;room&gt;" in page and "are the same bits" in page
-
-
-def test_one_method_of_each_sweep() -> None:
-    """Those that cannot stream have nothing to show."""
-    assert [METHODS[name].sweep for name in one_of_each_sweep(list(METHODS))] == ["forward", "reverse"]
-    assert one_of_each_sweep([name for name, row in METHODS.items() if not row.streams]) == []

@@ -12,7 +12,7 @@ import torch
 from keyhole import assets
 from keyhole.demo.peak_memory import Peaks
 from keyhole.demo.run import run_demo
-from keyhole.demo.train import Demo, Squeezed, settings_of
+from keyhole.demo.train import Squeezed
 from keyhole.errors import UserError
 from keyhole.eval.tasks import read_task
 from keyhole.methods import METHODS
@@ -67,16 +67,6 @@ def test_every_method_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("few_questions")
-def test_a_new_method_appears_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever joins the table is run, with the demo's defaults where methods.yaml has none of its own."""
-    table = {"sgd": METHODS["sgd"], "newcomer": METHODS["sgd"]}
-    for module in ("run", "train"):
-        monkeypatch.setattr(f"keyhole.demo.{module}.METHODS", table)
-    results = run_demo(tmp_path, steps=1, device="cpu")
-    assert results[-1].method == "newcomer" and results[-1].settings == Demo(steps=1)
-
-
-@pytest.mark.usefixtures("few_questions")
 def test_a_method_that_cannot_run_is_named_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,11 +105,6 @@ def test_unknown_methods_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'adamm' is not one of zo"):
         run_demo(tmp_path / "out", methods=["adamm"])
     assert not (tmp_path / "out").exists()
-
-
-def test_a_cap_only_lowers_steps() -> None:
-    """The settings of the demo are those of the method's row."""
-    assert settings_of("zo", 3).steps == 3 and settings_of("zo", 10**6) == settings_of("zo")
 
 
 @pytest.mark.slow

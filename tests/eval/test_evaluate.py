@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.data.batches import collate
-from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
 from keyhole.eval.evaluate import evaluate, score_data, table
 from keyhole.eval.score import DataScore
@@ -78,31 +76,6 @@ def test_loss_is_that_of_training(tiny_model: Path, tiny_data: Path) -> None:
     assert score.tokens == count and score.loss == pytest.approx(nll / count, rel=1e-5)
 
 
-def test_a_trained_directory_is_evaluated(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """What keyhole saves, keyhole evaluates: loss falls after training on the very file."""
-    model = keyhole.load(tiny_model, device="cpu")
-    before = score_data(model, str(tiny_data)).loss
-    opt, batch = keyhole.AdamW(model, 1e-3), collate(list(prepare(str(tiny_data), model.tokenizer)), 0)
-    for _ in range(3):
-        opt.step(batch)
-    model.save_pretrained(tmp_path / "out")
-    back = keyhole.load(tmp_path / "out", device="cpu")
-    assert score_data(back, str(tiny_data)).loss == score_data(model, str(tiny_data)).loss < before
-
-
-def test_limit_reads_the_first_rows(tiny_model: Path, tiny_data: Path, task: str, tmp_path: Path) -> None:
-    """A quick look at a large file costs a few rows."""
-    evaluate(str(tiny_model), [task, str(tiny_data)], device="cpu", limit=3, json_path=tmp_path / "o.json", say=str)
-    first, second = json.loads((tmp_path / "o.json").read_text())["results"]
-    assert first["questions"] == second["samples"] == 3
-
-
-def test_what_was_cut_is_said(tiny_model: Path, task: str) -> None:
-    """Texts that do not fit are counted under the table."""
-    text = evaluate(str(tiny_model), [task], device="cpu", max_length=5, say=str)
-    assert "sums/val: 3 texts were too long and were cut" in text.splitlines()[-1]
-
-
 def test_what_was_left_out_of_a_file_is_said(tiny_model: Path, tmp_path: Path) -> None:
     """Rows without anything to score are counted under the table and in the JSON, not only those that were cut."""
     asked, calls = {"role": "user", "content": "Hi"}, [{"function": {"name": "clock", "arguments": {}}}]
@@ -147,17 +120,6 @@ def test_a_directory_without_a_tokenizer(tiny_model: Path, tiny_data: Path, task
             evaluate(str(tmp_path), [source], device="cpu", say=str)
 
 
-def test_json_goes_nowhere_else(task: str, tmp_path: Path) -> None:
-    """A path in a directory that does not exist is refused, not created, before the model is read."""
-    with pytest.raises(UserError, match=r"--json: .*o\.json cannot be written"):
-        evaluate(str(tmp_path / "no model"), [task], device="cpu", json_path=tmp_path / "no" / "o.json", say=str)
-
-
-def test_an_empty_table_has_a_header() -> None:
-    """Columns are there before rows are."""
-    assert "result" in table([]) and "perplexity" in table([])
-
-
 @pytest.mark.parametrize("name", ["a" * 120 + "/val", "data/[ab]*", "[/b]", "two\nlines"])
 def test_every_number_is_shown_whatever_the_name(name: str) -> None:
     """A long name takes no room from the numbers, and brackets in a name are no markup."""
@@ -181,10 +143,3 @@ def test_a_loss_that_is_not_finite_is_refused(tiny_model: Path, tiny_data: Path)
     model.home(tensor).fill_(float("nan"))
     with pytest.raises(UserError, match=rf"{tiny_data}: the loss is nan: .* {tensor.name} has NaN"):
         score_data(model, str(tiny_data))
-
-
-def test_half_a_character_is_named_before_the_model(tmp_path: Path) -> None:
-    """A lone surrogate in a task is an error of its line."""
-    (tmp_path / "t.jsonl").write_text('{"prompt": "a \\ud83d", "candidates": ["b", "c"], "answer": 0}\n')
-    with pytest.raises(UserError, match=r"t.jsonl, line 1: .*half of a character"):
-        evaluate("no/such/model", [str(tmp_path / "t.jsonl")])

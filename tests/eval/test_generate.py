@@ -8,7 +8,7 @@ from tokenizers import decoders
 
 import keyhole
 from keyhole.data.tasks.question import Question
-from keyhole.eval.generate import answer_limit, cut_at, generate_answers
+from keyhole.eval.generate import answer_limit, generate_answers
 
 PROMPTS = ["The soup", "A", "Bread was warm and", "Stamp: red, blue,"]
 
@@ -70,11 +70,6 @@ def test_an_answer_ends_at_a_stop_string(tiny_model: Path) -> None:
     model.module.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
     answers, _ = generate_answers(model, [Question(PROMPTS[0], ("x",), 0)], max_new_tokens=20, stop=[stop])
     assert answers == [whole[: whole.index(stop)]] and len(calls) < 20
-
-
-def test_the_first_stop_counts() -> None:
-    """Of several stop strings the one that comes first in the text."""
-    assert cut_at("a b\nc\n\nd", ["\n\n", "\n"]) == "a b" and cut_at("abc", ["x"]) == "abc"
 
 
 def test_a_long_prompt_leaves_room_for_its_answer(tiny_model: Path) -> None:

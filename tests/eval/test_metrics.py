@@ -19,22 +19,11 @@ def test_choices_by_hand() -> None:
     assert metrics.matthews(P, Y) == pytest.approx((2 * 2 - 1 * 1) / math.sqrt(3 * 3 * 3 * 3))
 
 
-def test_macro_f1_by_hand() -> None:
-    """Three classes: F1 of 1, of 2/3 and of 0."""
-    chosen, right = [0, 0, 1, 1], [0, 0, 1, 2]
-    assert metrics.macro_f1(chosen, right) == pytest.approx((1 + 2 / 3 + 0) / 3)
-
-
 def test_matthews_of_three_classes_by_hand() -> None:
     """R_K by its definition: (c s - sum p_k t_k) / sqrt((s^2 - sum p_k^2)(s^2 - sum t_k^2))."""
     chosen, right = [0, 0, 1, 1, 2], [0, 1, 1, 2, 2]
     c, s, pt, pp, tt = 3, 5, 2 * 1 + 2 * 2 + 1 * 2, 4 + 4 + 1, 1 + 4 + 4
     assert metrics.matthews(chosen, right) == pytest.approx((c * s - pt) / math.sqrt((s * s - pp) * (s * s - tt)))
-
-
-def test_pearson_by_hand() -> None:
-    """x = 1, 2, 3 and y = 1, 3, 2: covariance 1, variances 2."""
-    assert metrics.pearson([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 2)
 
 
 def test_a_constant_has_no_correlation() -> None:

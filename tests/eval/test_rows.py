@@ -59,19 +59,6 @@ def test_the_link_is_crossed_once_a_group(tiny_model: Path, passes: int) -> None
     assert 0 <= model.engine.bytes_up - weights * math.ceil(6 / passes) <= prefetched
 
 
-def test_watch_sees_every_group(tiny_model: Path) -> None:
-    """A progress bar gets one item a group, and resident models go batch by batch."""
-    seen = []
-
-    def watch(groups: list) -> object:
-        seen.extend(groups)
-        return iter(groups)
-
-    model = keyhole.load(tiny_model, device="cpu")
-    score_rows(model, rows([10] * 8), batch_tokens=20, watch=watch)
-    assert [len(group) for group in seen] == [1, 1, 1, 1]
-
-
 def test_no_rows(tiny_model: Path) -> None:
     """An empty set is scored without touching the model."""
     nll_R, count_R = score_rows(keyhole.load(tiny_model, device="cpu"), [])

@@ -183,13 +183,6 @@ def test_any_numbers_give_pages(first: list[dict[str, Any]], second: list[dict[s
     assert len(table(views)) == 3 and len(cells(views[0])) == len(compared.COLUMNS)
 
 
-def test_a_run_of_before_has_a_page(tmp_path: Path) -> None:
-    """Without run/report.json: from metrics and settings."""
-    view = read_view(made(tmp_path, "old", [2.0, 1.0], None, method="zo", model="m", max_steps=2) / "run")
-    page = run_page.make_page(view)
-    assert "zo on m" in page and "<b>Done</b>: 2 steps" in page and view.curves.steps == 2
-
-
 def test_no_torch_is_needed(tmp_path: Path) -> None:
     """The command starts at once, also where torch is broken."""
     place = made(tmp_path, "one", [2.0, 1.0], Story(method="zo", model="m", total=2))
