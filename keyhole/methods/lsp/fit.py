@@ -87,21 +87,10 @@ def fit(
     """Fits projectors with the same positions to these gradients. For free ones, Adam's step is LR times the rms of the
     numbers, decaying to a tenth of that; it stops early when the mean bias is at most alpha (the host waits)."""
     assert grads and bool(p.group) == bool(q.group), (len(grads), p.kind, q.kind)
-    if p.group:
-        return fit_blocks(grads, p, q)
-    with torch.enable_grad():
-        return _fit_values(grads, p, q, steps, alpha)
+    return fit_blocks(grads, p, q) if p.group else _fit_values(grads, p, q, steps, alpha)
 
 
-def _terms(grad: Gradient, p_MD: torch.Tensor, q_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """||S||^2 and tr(S^T A S B) from dense projectors, differentiable."""
-    if isinstance(grad, tuple):
-        s_dd = (grad[0] @ p_MD).T @ (grad[1] @ q_ND)
-    else:
-        s_dd = p_MD.T @ (grad @ q_ND)
-    return s_dd.square().sum(), ((p_MD.T @ p_MD) @ s_dd @ (q_ND.T @ q_ND) * s_dd).sum()
-
-
+@torch.enable_grad()
 def _fit_values(
     grads: Sequence[Gradient], p: Projector, q: Projector, steps: int, alpha: float
 ) -> tuple[Projector, Projector]:
@@ -114,7 +103,9 @@ def _fit_values(
         p_MD, q_ND = p.with_values(values_p).dense_Rd(), q.with_values(values_q).dense_Rd()
         errors = []
         for grad, total in sides:
-            squares, inside = _terms(grad, p_MD, q_ND)
+            s_dd = (grad[0] @ p_MD).T @ (grad[1] @ q_ND) if isinstance(grad, tuple) else p_MD.T @ (grad @ q_ND)
+            squares = s_dd.square().sum()
+            inside = ((p_MD.T @ p_MD) @ s_dd @ (q_ND.T @ q_ND) * s_dd).sum()
             errors.append(((inside - 2 * squares + total) / total).clamp(min=1e-12).sqrt())
         mean = torch.stack(errors).mean()
         if alpha and mean <= alpha:
@@ -126,21 +117,21 @@ def _fit_values(
     return p.with_values(values_p.detach()), q.with_values(values_q.detach())
 
 
-def fit_blocks(grads: Sequence[Gradient], p: Projector, q: Projector, rounds: int = 2) -> tuple[Projector, Projector]:
+def fit_blocks(grads: Sequence[Gradient], p: Projector, q: Projector) -> tuple[Projector, Projector]:
     """The closed form: leading eigenvectors block by block, alternating between the sides; one gradient at a time."""
     totals = [norm_squared(grad).clamp(min=1e-38) for grad in grads]
-    for turn in range(rounds):
+    for turn in range(2):
         p = _block_bases((_left_pair(_float(grad), q if turn else None) for grad in grads), totals, p)
-        q = _block_bases((_left_pair(_transposed(_float(grad)), p) for grad in grads), totals, q)
+        q = _block_bases((_left_pair(_float(grad, turned=True), p) for grad in grads), totals, q)
     return p, q
 
 
-def _float(grad: Gradient) -> Gradient:
-    return (grad[0].float(), grad[1].float()) if isinstance(grad, tuple) else grad.float()
-
-
-def _transposed(grad: Gradient) -> Gradient:
-    return (grad[1], grad[0]) if isinstance(grad, tuple) else grad.T
+def _float(grad: Gradient, turned: bool = False) -> Gradient:
+    """In float32. turned: of the transposed matrix."""
+    if isinstance(grad, tuple):
+        dy_TM, x_TN = (side.float() for side in grad)
+        return (x_TN, dy_TM) if turned else (dy_TM, x_TN)
+    return grad.float().T if turned else grad.float()
 
 
 def _left_pair(grad: Gradient, q: Projector | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,6 +32,7 @@ step: (32 - g) u + head (63 ms) + 15 ms, that is 0.419 s for g = 8 and 0.518 s f
 all but a few ms, and the step takes the device's own 0.35 s.
 """
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -80,9 +81,9 @@ class Numbers:
     @cached_property
     def largest_group(self) -> int:
         """Numbers of the largest group of units."""
-        sizes: dict[Hashable, int] = {}
+        sizes = Counter[Hashable]()
         for unit, numel in self.of.items():
-            sizes[self.groups[unit]] = sizes.get(self.groups[unit], 0) + numel
+            sizes[self.groups[unit]] += numel
         return max(sizes.values(), default=0)
 
     def state(self, on_device: set[int], clips: bool) -> tuple[int, int]:
@@ -174,29 +175,34 @@ def _fit_bytes(layout: Layout, tokens: int, own: LSPConfig) -> int:
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:
-    """The device peak of a step: the moments of what the forward pass uses first, then weights, then as many other
-    moments as the limit leaves room for. Of a model that is resident the weights come first."""
-    own = work.settings or LSPConfig()
-    assert isinstance(own, LSPConfig)
-    found, numbers = _without_moments(layout, streamed, work, room), count_numbers(layout, own)
-    left = None if room.limit_bytes is None else room.limit_bytes - found.without_state
-    chosen = choose_units(numbers, own.optimizer_on, work.clips, left)
-    if streamed and left is not None and room.limit_bytes is not None and own.optimizer_on == "auto":
-        everything = {unit.index for unit in layout.units[1:]}
-        least = _without_moments(layout, everything, work, room).without_state
-        first = _first_units(layout) & set(numbers.of)
-        if least + sum(numbers.state(first, work.clips)) <= room.limit_bytes:
-            chosen |= first
-    moments, buffers = numbers.state(chosen, work.clips)
-    return LSPBytes(**(vars(found) | {"moments": moments, "buffers": buffers}))
+    """The device peak of a step."""
+    return _placed(layout, streamed, work, room)[0]
 
 
-def _without_moments(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:
+def _placed(
+    layout: Layout, streamed: set[int], work: Workload, room: Room
+) -> tuple[LSPBytes, Numbers, set[int], LSPConfig]:
+    """The device peak, the numbers, and the units whose moments are there: the moments of what the forward pass uses
+    first, then weights, then as many other moments as the limit leaves room for. Of a model that is resident the
+    weights come first."""
     own = work.settings or LSPConfig()
     assert isinstance(own, LSPConfig)
     compressed = 2 * room.formats.dtype.itemsize * work.tokens * own.d  # dY P and X Q of one matrix
     gradients = max(compressed, _fit_bytes(layout, work.tokens, own))
-    return LSPBytes(**(vars(reverse_bytes(layout, streamed, work, room)) | {"gradients": gradients}))
+
+    def without_moments(away: set[int]) -> LSPBytes:
+        return LSPBytes(**(vars(reverse_bytes(layout, away, work, room)) | {"gradients": gradients}))
+
+    found, numbers, limit = without_moments(streamed), count_numbers(layout, own), room.limit_bytes
+    left = None if limit is None else limit - found.without_state
+    chosen = choose_units(numbers, own.optimizer_on, work.clips, left)
+    if streamed and limit is not None and own.optimizer_on == "auto":
+        least = without_moments({unit.index for unit in layout.units[1:]}).without_state
+        first = _first_units(layout) & set(numbers.of)
+        if least + sum(numbers.state(first, work.clips)) <= limit:
+            chosen |= first
+    moments, buffers = numbers.state(chosen, work.clips)
+    return replace(found, moments=moments, buffers=buffers), numbers, chosen, own
 
 
 def _first_units(layout: Layout) -> set[int]:
@@ -209,26 +215,19 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     inputs and output gradients are compressed (read once, and r times by gathers); the step is applied to all weights,
     which are read and written; gradients and steps of moments on the host cross the link as fp32. Nothing hides the
     update of the embedding on the host (above)."""
-    own = work.settings or LSPConfig()
-    assert isinstance(own, LSPConfig)
-    matrices = [t for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
-    numbers, plan = count_numbers(layout, own), device_bytes(layout, streamed, work, room)
-    full = sum(t.shape.numel() for t in matrices)
-    seen = sum(torch.Size(min(side, own.d) for side in t.shape).numel() for t in matrices)
-    found = reverse_work(layout, streamed, work, room, rates, weight_products=seen / max(1, full))
-    if not found.recorded:
-        found = found.plus(launches=update_launches(layout))
-    b, w, sides = room.formats.dtype.itemsize, room.formats.plain.itemsize, sum(sum(t.shape) for t in matrices)
+    _, numbers, on_device, own = _placed(layout, streamed, work, room)
+    shapes = [t.shape for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
+    seen = sum(torch.Size(min(side, own.d) for side in shape).numel() for shape in shapes)
+    share = seen / max(1, sum(shape.numel() for shape in shapes))
+    found = reverse_work(layout, streamed, work, room, rates, weight_products=share)
+    b, w, sides = room.formats.dtype.itemsize, room.formats.plain.itemsize, sum(map(sum, shapes))
     compressed = b * (1 + own.r) * work.passes * work.tokens * sides
-    left = None if room.limit_bytes is None else room.limit_bytes - plan.without_state
-    on_device = choose_units(numbers, own.optimizer_on, work.clips, left)
-    total = sum(numbers.of.values())
-    away = total - sum(numbers.of[unit] for unit in on_device)
-    sent = [unit for unit in numbers.of if unit not in on_device]
-    found = found.plus(launches=AWAY[0] * len({numbers.groups[unit] for unit in sent}) + AWAY[1] * len(sent))
-    late = _first_units(layout) - on_device
-    exposed = sum(numel for unit, numel in numbers.of.items() if unit in late)
+    sent, total = [unit for unit in numbers.of if unit not in on_device], sum(numbers.of.values())
+    away = sum(numbers.of[unit] for unit in sent)
+    exposed = sum(numbers.of[unit] for unit in _first_units(layout).intersection(sent))
+    launches = AWAY[0] * len({numbers.groups[unit] for unit in sent}) + AWAY[1] * len(sent)
     return found.plus(
+        launches=launches + (0 if found.recorded else update_launches(layout)),
         touched=compressed + (2 * w + b) * trained_numel(layout) + 24 * (total - away),
         up=4 * away,
         down=home_bytes(layout, streamed, room) + 4 * away,

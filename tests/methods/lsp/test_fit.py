@@ -67,7 +67,7 @@ def test_learned_beats_random_on_unseen_gradients(kind: str, factors: bool) -> N
 
 
 def test_blocks_fit_is_orthonormal_and_the_best_of_many() -> None:
-    """The closed form keeps P^T P = I, agrees between G and its factors, beats random bases, and gains by rounds."""
+    """The closed form keeps P^T P = I, agrees between G and its factors, and beats random bases."""
     calibration = batches(2, 1)
     p, q = fit_blocks(calibration, *projectors("blocks"))
     torch.testing.assert_close(p.dense_Rd().T @ p.dense_Rd(), torch.eye(p.d), rtol=0, atol=1e-5)
@@ -75,7 +75,6 @@ def test_blocks_fit_is_orthonormal_and_the_best_of_many() -> None:
     best = mean_bias(grads, p, q)
     assert best == pytest.approx(mean_bias(grads, *fit_blocks(grads, *projectors("blocks"))), abs=1e-3)
     assert all(best < mean_bias(grads, *projectors("blocks", seed=s)) for s in range(20))
-    assert best <= mean_bias(grads, *fit_blocks(grads, *projectors("blocks"), rounds=1)) + 1e-6
 
 
 def test_blocks_with_a_short_last_block() -> None:
