@@ -85,7 +85,7 @@ class Writer:
 
     def __init__(self, model: Model, method: Method, pool_bytes: int | None = None) -> None:
         self.model, self.method, self.announces = model, method, METHODS[method.name].announces
-        by_itself = model.addon is not None or model.sharded  # else its files are its memory
+        by_itself = model.methods.addon is not None or model.sharded  # else its files are its memory
         self.names = {} if method.light else None if by_itself else names_on_disk(model)
         self.waits = self.names is None or bool(model.engine.shared)
         self.files = plan_files(model, self.names) if self.names else Files()

@@ -69,7 +69,7 @@ def save(directory: Path, method: Method, scheduler: Scheduler, step: int, asked
     for name in (STATE, TENSORS, *LAST):  # of an earlier checkpoint of this step
         (directory / name).unlink(missing_ok=True)
     tensors, scalars = split_state(method.state_dict())
-    if method.model.low_rank is not None:  # factors are part of the state, so that a run resumes within a period
+    if method.model.methods.low_rank is not None:  # factors are part of the state: a run resumes within a period
         save_model(method.model, directory, merged=False)
     if tensors:
         write_tensors(directory / TENSORS, {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)})

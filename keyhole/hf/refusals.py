@@ -152,7 +152,7 @@ def check_loaded(args: TrainingArguments, given: dict[str, object]) -> None:
 def learns_beside(method: Method) -> bool:
     """Whether the next step depends on more than the model's weights and moments: on adapters, factors, or the method's
     own copy of the weights, which it rounds to the model's."""
-    beside = method.addon is not None or method.model.low_rank is not None
+    beside = method.addon is not None or method.model.methods.low_rank is not None
     return beside or any(name.endswith(MASTER) for name in method.state_dict())
 
 

@@ -30,17 +30,16 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes
-from keyhole.model.attached import Addon, Attached, AttachedMethods
+from keyhole.model.attached import Attached, AttachedMethods
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
-from keyhole.model.forward.binding import Binding, DeviceWeights, Lens
+from keyhole.model.forward.binding import Binding, DeviceWeights
 from keyhole.model.forward.experts import compute_by_expert
 from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
 from keyhole.model.forward.hooks import Conductor, Patches, install_hooks
 from keyhole.model.forward.lockstep import Lockstep, Serve
-from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.row_rules import RowRules
 from keyhole.model.spare_memory import Placed
@@ -161,10 +160,6 @@ class Model:
         self.row_rules.check_packed(batches, sent)
         return sent
 
-    def check_packing(self, length: int | None = None) -> None:
-        """UserError if samples packed into a row of `length` tokens would attend to each other; tested once."""
-        self.row_rules.check_packing(length)
-
     def _nll_by_token(self, batches: list[DeviceBatch]) -> list[torch.Tensor]:
         return evaluation.nll_by_token(self, batches)
 
@@ -245,11 +240,6 @@ class Model:
         """[M, H] rows of the input embedding, through the lens if one is set."""
         return self.device_weights.table_rows(ids_M, self.pinned)
 
-    @property
-    def lens(self) -> Lens | None:
-        """What computes the weights of evaluation and generation from those at home; None: those at home are used."""
-        return self.device_weights.lens
-
     @without_autocast()
     @torch.no_grad()
     def nll(self, batch: Batch | Sequence[Batch]) -> Any:
@@ -284,33 +274,13 @@ class Model:
         """HF generation; a streamed model crosses the link once per token of a batch."""
         return evaluation.generate(self, input_ids, attention_mask, options)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every unit is on the device in the dtype of compute, so that the module works without a conductor."""
-        return self.device_weights.is_plain
-
     # -- methods ---------------------------------------------------------------------------------------------------
-
-    @property
-    def addon(self) -> Addon | None:
-        """Trained weights beside the model's own, which are saved with it."""
-        return self.methods.addon
-
-    @property
-    def low_rank(self) -> LowRank | None:
-        """Factors that are trained beside the weights of linear layers."""
-        return self.methods.low_rank
 
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
         """Afterwards weights at home are those after the last step of every method (before_step_of: every other)."""
         if before_step_of is None:
             self.methods.take_changes()
         self.methods.apply_deferred(before_step_of)
-
-    @property
-    def steps(self) -> int:
-        """The steps of all methods since the model was loaded."""
-        return self.methods.steps
 
     @contextmanager
     def rewriting_shared(self) -> Iterator[None]:
@@ -339,9 +309,9 @@ class Model:
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             home = self.home(tensor)
-            if self.low_rank is not None:
-                home = self.low_rank.as_saved(tensor, home, merged)
-            yield tensor.name, home if self.addon is None else self.addon.as_saved(tensor, home)
+            if self.methods.low_rank is not None:
+                home = self.methods.low_rank.as_saved(tensor, home, merged)
+            yield tensor.name, home if self.methods.addon is None else self.methods.addon.as_saved(tensor, home)
 
     def own_tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(name, index of the first element, elements) of this rank's shards of sharded tensors and, on the leader, of

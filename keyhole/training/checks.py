@@ -93,9 +93,9 @@ def samples(model: Model, rows_R: torch.Tensor) -> Iterable[tuple[str, torch.Ten
                 yield tensor.name, sample(part)
         else:
             found = sample(model.home(tensor), rows_R if tensor is model.layout.table else None)
-            beside = None if model.low_rank is None else model.low_rank.sample(tensor)
+            beside = None if model.methods.low_rank is None else model.methods.low_rank.sample(tensor)
             yield tensor.name, found if beside is None else torch.cat([found.long(), sample(beside).long()])
-    for name, param in ({} if model.addon is None else model.addon.params).items():
+    for name, param in ({} if model.methods.addon is None else model.methods.addon.params).items():
         yield name, sample(param.data)
 
 

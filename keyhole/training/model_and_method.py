@@ -116,7 +116,7 @@ def make_method(model: Model, config: TrainConfig, origin: Origin, data: Data) -
     """The method, with the state of the checkpoint, on a model that has been adapted to the data: its end tokens,
     labels and chat template."""
     if config.packing:
-        model.check_packing(config.max_length)
+        model.row_rules.check_packing(config.max_length)
     add_end_tokens(model.module, data.end_token_ids)
     if data.labels:
         name_labels(model.config, data.labels, data.train.dataset.pad_token_id)

@@ -174,5 +174,5 @@ class Run:
             with model.rewriting_shared():
                 fill_from(model, path, model.dtype)
             model.engine.invalidate()
-        if model.addon is not None or model.low_rank is not None:
+        if model.methods.addon is not None or model.methods.low_rank is not None:
             method.load_state_dict(method_state(path, read_state(path)))

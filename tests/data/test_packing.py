@@ -62,7 +62,7 @@ def test_packed_rows_hold_every_token_once(lengths: list[int]) -> None:
 def test_models_that_keep_samples_apart_are_accepted(name: str, dtype: str) -> None:
     """Rounding is not taken for a leak, also with experts."""
     model = build(name, dtype)
-    model.check_packing()
+    model.row_rules.check_packing()
     assert model.row_rules.keeps_apart()
 
 
@@ -74,7 +74,7 @@ def test_models_that_leak_are_refused(name: str, dtype: str) -> None:
     model = build(name, dtype)
     cls = type(model.module).__name__
     with pytest.raises(UserError, match=f"packing is not supported by {cls}: .*packing=false"):
-        model.check_packing()
+        model.row_rules.check_packing()
     assert not model.row_rules.keeps_apart()
 
 
@@ -85,7 +85,7 @@ def test_a_weak_leak_is_found_in_16_bits(share: float) -> None:
     first = model.module.model.layers[0]
     first.register_forward_hook(lambda module, args, x: x + share * x.roll(1, dims=1))
     with pytest.raises(UserError, match="packed samples see each other"):
-        model.check_packing()
+        model.row_rules.check_packing()
 
 
 def test_rounding_by_the_size_of_a_group_is_no_leak() -> None:
@@ -98,7 +98,7 @@ def test_rounding_by_the_size_of_a_group_is_no_leak() -> None:
         return x_BTH * (1 + 0.01 * float(groups.double().std()))
 
     first.register_forward_hook(rounds)
-    model.check_packing()
+    model.row_rules.check_packing()
 
 
 def test_a_model_that_is_given_a_cache_is_refused() -> None:
@@ -107,15 +107,15 @@ def test_a_model_that_is_given_a_cache_is_refused() -> None:
     caches = lambda module, args, kwargs: (args, kwargs | {"use_cache": True})  # noqa: E731
     model.module.model.register_forward_pre_hook(caches, with_kwargs=True)
     with pytest.raises(UserError, match="packing is not supported by LlamaForCausalLM"):
-        model.check_packing()
+        model.row_rules.check_packing()
 
 
 def test_attention_in_chunks_of_the_row_is_refused() -> None:
     """Llama 4 cuts attention at multiples of a chunk counted in the row, so longer rows would cut samples."""
     model = build("llama", attention_chunk_size=CHUNK)
-    model.check_packing(CHUNK)
+    model.row_rules.check_packing(CHUNK)
     with pytest.raises(UserError, match="max_length=16 or less"):
-        model.check_packing(2 * CHUNK)
+        model.row_rules.check_packing(2 * CHUNK)
 
 
 def test_a_packed_batch_costs_what_its_samples_cost() -> None:

@@ -122,6 +122,6 @@ def test_adapters_stay_when_another_method_is_attached() -> None:
     """They are in the module, whoever trains it."""
     model = load()
     lora = keyhole.LoRA(model, 1e-2, r=2)
-    assert model.addon is lora.addon and lora.params
+    assert model.methods.addon is lora.addon and lora.params
     Method(model, "next")
-    assert model.addon is lora.addon
+    assert model.methods.addon is lora.addon

@@ -107,8 +107,8 @@ def results(case: Case, ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
         numbers += [torch.as_tensor(one).double().cpu() for one in (loss, *(told.get(key, 0.0) for key in KEYS))]
     method.flush()
     parts = [(name, begin, part.cpu().clone()) for name, begin, part in model.own_tensors()]
-    if model.addon is not None and ranks.is_leader:
-        parts += [(name, 0, param.detach().cpu().clone()) for name, param in model.addon.params.items()]
+    if model.methods.addon is not None and ranks.is_leader:
+        parts += [(name, 0, param.detach().cpu().clone()) for name, param in model.methods.addon.params.items()]
     found = {"numbers": torch.stack(numbers), "parts": parts}
     found["bytes"] = sum(flat.nbytes for _, flat in model.engine.parts().values())
     cut = [unit.index for unit in model.layout.units if unit.kind in ("block", "head")]

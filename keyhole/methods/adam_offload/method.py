@@ -80,7 +80,7 @@ class AdamOffload(GradientMethod, Sink):
         self.current = self._new_step()
         self.norm: torch.Tensor | None = None  # of the last step's gradient
         self.parts = AdamParts(self) if model.sharded else None
-        self.as_of = model.steps  # the masters are those of the weights after so many steps of all methods
+        self.as_of = model.methods.steps  # the masters are those of the weights after so many steps of all methods
         self.taken = model.methods.changes  # and after so many changes by hand
         self.left = self._fingerprints()  # of the weights as they were taken, or at the last flush; until a step
 
@@ -105,7 +105,7 @@ class AdamOffload(GradientMethod, Sink):
         by_hand = self.taken != changes
         if left is not None and not by_hand:
             by_hand = not all(map(torch.equal, left, self._fingerprints() or []))
-        by_others = others and not (self.as_of == self.model.steps and engine.gate is self.exchange)
+        by_others = others and not (self.as_of == self.model.methods.steps and engine.gate is self.exchange)
         self.left, self.taken = None, changes
         if not (by_hand or by_others):
             return
@@ -136,7 +136,7 @@ class AdamOffload(GradientMethod, Sink):
                 self.updates.write(self.model.layout.units[page])
             step.bad = step.applied = step.submitted
             raise
-        self.as_of = self.model.steps + 1
+        self.as_of = self.model.methods.steps + 1
 
     def _new_step(self) -> AdamStep:
         norms_K = torch.zeros(len(self.slots), device=self.model.device)
@@ -252,7 +252,7 @@ class AdamOffload(GradientMethod, Sink):
         self.updates.load_state_dict(state)
         self.exchange.drain()
         self.model.engine.invalidate()
-        self.as_of, self.taken, self.left = self.model.steps, self.model.methods.changes, self._fingerprints()
+        self.as_of, self.taken, self.left = self.model.methods.steps, self.model.methods.changes, self._fingerprints()
 
     def close(self) -> None:
         """Ends the worker, after the updates that are under way; so does deleting the method. (Ranks flush first.)"""

@@ -36,7 +36,7 @@ class TorchMethod(ByTorch):
 
     def _setup(self) -> None:
         model, own = self.model, self.settings
-        if not model.is_plain:
+        if not model.device_weights.is_plain:
             raise UserError(
                 f"method: {self.name} needs every weight on the device in the dtype it computes in; "
                 "use placement=resident, or method=zo with placement=stream"

@@ -37,7 +37,7 @@ def check_model(model: Model, activations: str, units_of: dict[int, list[Unit]])
 
 def check_loss(model: Model, loss: Any) -> None:
     """UserError if the loss is none that the module has computed with a graph, all weights being at home."""
-    if not model.is_plain or model.sharded:
+    if not model.device_weights.is_plain or model.sharded:
         raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"as a {type(loss).__name__}"

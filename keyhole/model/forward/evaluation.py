@@ -153,7 +153,7 @@ def usable(model: Any, what: str) -> Iterator[None]:
     """A context in which the module may be called: with all of its weights at home, or as one pass that loads units."""
     model.check_idle()
     model.apply_deferred()
-    if model.is_plain:
+    if model.device_weights.is_plain:
         model.engine.wait_for_homes()  # a method may still be updating them
         yield
         return

@@ -74,8 +74,8 @@ class BlockGraphs(Recorder):
             if not (adjacent and steady and args and self._is_small(unit, args[0])) or hooks.any():
                 return ordinary(*args, **kwargs)
             inputs = signature_of((*args, *kwargs.values()))
-            added = None if self.model.low_rank is None else self.model.low_rank.graph_key()
-            if inputs is None or (added is None and self.model.low_rank is not None):
+            added = None if self.model.methods.low_rank is None else self.model.methods.low_rank.graph_key()
+            if inputs is None or (added is None and self.model.methods.low_rank is not None):
                 return ordinary(*args, **kwargs)
             addresses = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
             addresses += (self.model.binding.spine.data_ptr(),)  # of weights that it shares with other blocks
@@ -91,7 +91,7 @@ class BlockGraphs(Recorder):
 
     def _is_small(self, unit: Unit, hidden: Any) -> bool:
         """Large products keep the GPU busy for longer than their launch takes, so a graph gains nothing."""
-        limit = SMALL_FLOP if self.model.low_rank is None else SMALL_FLOP_WITH_FACTORS
+        limit = SMALL_FLOP if self.model.methods.low_rank is None else SMALL_FLOP_WITH_FACTORS
         return 2 * unit.numel * hidden.numel() // hidden.shape[-1] <= limit
 
     def _use_own_vectors(self, vectors: list[FlatTensor], first: int, span: int, key: tuple) -> None:

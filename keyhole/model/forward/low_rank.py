@@ -3,7 +3,7 @@
     y = x W^T + (x V) B_l^T + b_l        for the rows of look l = 1 .. L, one below the other (ops/lowrank/product.py)
 
 A *look* is one perturbed version of the weights, at which a zeroth-order step evaluates its loss. A method that trains
-low-rank factors (methods/zo/low_rank/) sets them as `Model.low_rank`. The forward of each layer then asks this object
+low-rank factors (methods/zo/low_rank/) sets them as `methods.low_rank` of the model. Each layer then asks this object
 what to add, in every pass: of a step, an evaluation or a generation. Without factors, and with gradients, the layer's
 previous forward is called. x W^T is the model's own product, with the weights that are currently bound: a slot, a home,
 a tile of rows (row_tiles.py).
@@ -127,6 +127,12 @@ class LowRank(Protocol):
         """Merges everything that was trained into the weights at home, because another method will train them."""
 
 
+class Trainers(Protocol):
+    """What trains the model."""
+
+    low_rank: LowRank | None
+
+
 class Factored(Protocol):
     """The part of a model that this file needs. factored: ids of modules whose forward asks for factors."""
 
@@ -135,7 +141,7 @@ class Factored(Protocol):
     tiles: dict[int, RowTiles]
 
     @property
-    def low_rank(self) -> LowRank | None: ...
+    def methods(self) -> Trainers: ...
 
 
 class _Asks:
@@ -151,9 +157,9 @@ class _Asks:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.model()
-        if owner is None or owner.low_rank is None or torch.is_grad_enabled():
+        if owner is None or owner.methods.low_rank is None or torch.is_grad_enabled():
             return self.ordinary(*args, **kwargs)
-        return self.run(owner.low_rank, self.ordinary, *args, **kwargs)
+        return self.run(owner.methods.low_rank, self.ordinary, *args, **kwargs)
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------

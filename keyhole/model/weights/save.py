@@ -90,7 +90,7 @@ def write_files(model: Model, path: Path, merged: bool = True) -> None:
         for name, tensor in tensors:
             if name in names:
                 fill(path, files.places[names[name]], tensor)
-    for beside in (model.addon, model.low_rank):
+    for beside in (model.methods.addon, model.methods.low_rank):
         if beside is not None:
             beside.write_files(path)
 
@@ -206,8 +206,8 @@ def write_parts(model: Model, path: Path | None) -> None:
     def make() -> None:
         write_contents(path, small_files(model))
         create(files, path)
-        if model.addon is not None:
-            model.addon.write_files(path)
+        if model.methods.addon is not None:
+            model.methods.addon.write_files(path)
 
     buffers = [(name, 0, buffer) for name, buffer in saved_buffers(model.module).items()] if leads else []
     own = ((names[name], begin, part) for name, begin, part in chain(model.own_tensors(), buffers) if name in names)

@@ -87,14 +87,3 @@ def test_staging_of_a_streamed_page_is_its_home() -> None:
     assert exchange.staging[0].data_ptr() != engine.homes[0].data_ptr()
     assert exchange.staging[0].untyped_storage().nbytes() == 3 * 256
     exchange.pool.close()
-
-
-def test_homes_are_waited_for_before_they_are_looked_at() -> None:
-    """wait_for_homes drains the worker."""
-    engine, exchange = make({1})
-    for page in (0, 1):
-        send_and_submit(exchange, page, torch.full((NUMEL,), 6.0))
-    engine.wait_for_homes()
-    assert engine.homes[0].eq(7).all() and engine.homes[1].eq(7).all()
-    assert engine.bytes_down == 2 * NUMEL * 4 and engine.bytes_up == NUMEL * 4
-    exchange.pool.close()

@@ -27,7 +27,9 @@ def test_a_step_that_is_not_finite_changes_nothing(place: str, schedule: str) ->
     for clip in (0.5, None):
         models = [load(), load()]
         models = [streamed(m) for m in models] if place == "streamed" else models
-        broken, clean = (AdamOffload(m, max_grad_norm=clip, schedule=schedule, **HOW) for m in models)
+        helps = True if schedule == "layerwise" else None
+        how = HOW | {"max_grad_norm": clip, "schedule": schedule, "gpu_updates": helps}
+        broken, clean = (AdamOffload(m, **how) for m in models)
         for method in (broken, clean):
             method.step(micro(0))
         forward, broken.reverse.forward = broken.reverse.forward, spoilt(broken)
@@ -138,6 +140,10 @@ def test_everything_goes_with_the_method() -> None:
         gc.collect()
         assert not any(thread.is_alive() for thread in threads) and not any(part() for part in parts)
         assert model.engine.gate is None
+    method = AdamOffload(model, **HOW)
+    method = AdamOffload(model, **HOW)  # the first is dropped, and leaves the gate of the second
+    gc.collect()
+    assert model.engine.gate is method.exchange
 
 
 @pytest.mark.parametrize("place", ["resident", "streamed"])
@@ -161,16 +167,6 @@ def test_a_worker_that_fails_stops_the_run_with_its_cause(place: str, monkeypatc
     method.updates.pool._threads[0].join(10)
     assert method.updates.pool._threads[0] not in threading.enumerate()
     method.close()
-
-
-def test_the_worker_ends_with_the_model() -> None:
-    """close() of the model, as the trainer calls it, leaves no thread."""
-    model = load()
-    method = AdamOffload(model, **HOW)
-    method.step(batch())
-    method.flush()
-    model.close()
-    assert method.updates.pool._threads[0] not in threading.enumerate()
 
 
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -201,15 +197,6 @@ def test_updates_under_way_are_made_when_the_method_is_dropped(place: str, monke
     gc.collect()
     assert release.is_set() and models[1].engine.gate is None
     assert same(weights(models[0]), weights(models[1]))
-
-
-def test_a_method_that_is_dropped_leaves_the_next_ones_gate() -> None:
-    """`opt = AdamOffload(model)` once more: the engine still waits for the updates of the new one."""
-    model = streamed(load())
-    method = AdamOffload(model, **HOW)
-    method = AdamOffload(model, **HOW)
-    gc.collect()
-    assert model.engine.gate is method.exchange
 
 
 @pytest.mark.parametrize("place", ["resident", "streamed"])

@@ -7,16 +7,11 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.methods.adam_offload.exchange import LANDING, SLOTS, Lane, chunk_of
-from keyhole.methods.adam_offload.memory import device_bytes, waiting_bytes
+from keyhole.methods.adam_offload.exchange import SLOTS, Lane
 from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.methods.adam_offload.updates import help_of_gpu
-from keyhole.methods.workload import Room, Workload
-from keyhole.model.weights.format import Wire
 from keyhole.offload import arena
 from keyhole.offload.workers import WorkerFailed
-from tests.matrix import in_every_run
-from tests.methods.adam_offload.test_failures import spoilt
 from tests.methods.adam_offload.test_method import HOW, load, micro, same, trained, weights
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
@@ -98,38 +93,6 @@ def test_tensors_without_a_gradient_change_no_neighbour(place: str, monkeypatch:
         assert {v for k, v in state.items() if k.endswith("/step")} == {2, 3}
         method.close()
     assert same(*found)
-
-
-def test_the_plan_counts_what_the_lane_takes() -> None:
-    """Also where the spine is the largest unit."""
-    for shape in ({}, {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "max_position_embeddings": 4096}):
-        name = "gpt2" if shape else "llama"
-        model = keyhole.load(config(name, **shape), init="random", device="cpu", dtype="bfloat16")
-        method = AdamOffload(model, gpu_updates=True, **HOW)
-        lane_bytes = SLOTS * chunk_of(max(unit.numel for unit in method.updates.units)) * (12 + 2)
-        work = Workload(method="adam-offload", tokens=1, passes=1)
-        planned = device_bytes(model.layout, set(), work, Room(Wire(torch.bfloat16), workspace_bytes=0))
-        assert planned.updates - 4 * LANDING - waiting_bytes(model.layout, 2) == lane_bytes
-        method.close()
-
-
-@in_every_run(lambda place, clip: (place == "streamed") == (clip is None))
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("place", ["resident", "streamed"])
-def test_a_bad_gradient_is_met_in_every_part(place: str, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units in many parts, some by the lane: a step that is not finite leaves weights, moments and counts alone."""
-    monkeypatch.setattr("keyhole.methods.adam_offload.updates.PART", 192)
-    model = load(dtype="bfloat16") if place == "resident" else streamed(load(dtype="bfloat16"))
-    method = AdamOffload(model, max_grad_norm=clip, gpu_updates=True, **HOW)
-    method.step(micro(0))
-    before = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in method.state_dict().items()}
-    held = weights(model)
-    method.reverse.forward = spoilt(method)
-    method.step(micro(1))
-    after = method.state_dict()
-    assert same(held, weights(model))
-    assert all(torch.equal(v, after[k]) if isinstance(v, torch.Tensor) else v == after[k] for k, v in before.items())
-    method.close()
 
 
 def test_a_lane_that_fails_stops_the_run_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,27 +28,3 @@ def test_it_is_what_adamw_leaves_in_zeros(device: str) -> None:
         adam_delta_(grads, m, v, steps, RULE)
         for found, expected in zip([*grads, *m, *v], [*zeros, *m_torch, *v_torch], strict=True):
             assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_clipping_is_a_factor_of_the_gradient(device: str) -> None:
-    """The step and the moments of the smaller gradient, up to one rounding."""
-    where = device_of(device)
-    grad, clip, step = torch.randn(1000, device=where), torch.tensor(0.3, device=where), [torch.ones((), device=where)]
-    found, expected = (
-        [grad.clone(), *torch.zeros(2, 1000, device=where)],
-        [grad * 0.3, *torch.zeros(2, 1000, device=where)],
-    )
-    adam_delta_(*([x] for x in found), step, RULE, clip=clip)
-    adam_delta_(*([x] for x in expected), step, RULE)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_skipped_step_leaves_the_moments(device: str) -> None:
-    """Though the gradient is not finite."""
-    where = device_of(device)
-    grad, m, v = torch.full((100,), float("nan"), device=where), *torch.ones(2, 100, device=where)
-    adam_delta_([grad], [m], [v], [torch.ones((), device=where)], RULE, skip=torch.ones((), device=where))
-    assert torch.equal(m, torch.ones_like(m)) and torch.equal(v, torch.ones_like(v))

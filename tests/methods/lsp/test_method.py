@@ -15,7 +15,7 @@ from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, micro_batches, weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
-from tests.model.decoders import LAYERS, NAMES, batch, config
+from tests.model.decoders import LAYERS, NAMES, config
 from tests.model.streaming import streamed
 from tests.traced import IN_PLACE
 
@@ -105,11 +105,14 @@ def test_accumulation_is_exact() -> None:
         torch.testing.assert_close(kept[target.name], grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("where, dtype, clip", [("gpu", "bfloat16", None), ("cpu", "float32", 0.7)])
-def test_stopped_and_resumed_is_uninterrupted(where: str, dtype: str, clip: float | None) -> None:
+@pytest.mark.parametrize(
+    "where, dtype, clip, more",
+    [("gpu", "bfloat16", None, {}), ("cpu", "float32", 0.7, {}), ("gpu", "float32", None, {"preset": "paper"})],
+)
+def test_stopped_and_resumed_is_uninterrupted(where: str, dtype: str, clip: float | None, more: dict[str, str]) -> None:
     """State through a dict, in the middle of a subspace's life and after it was replaced: the same bits."""
     straight, stopped = load(dtype=dtype), load(dtype=dtype)
-    options = {"optimizer_on": where, "max_grad_norm": clip, **SOON}
+    options = {"optimizer_on": where, "max_grad_norm": clip, "fit_steps": 5, **SOON, **more}
     whole = LSP(straight, **options)
     train(whole, 5)
     first = LSP(stopped, **options)
@@ -130,15 +133,6 @@ def test_good_projectors_stay_and_bad_ones_go() -> None:
         generations = [target.generation for target in opt.targets.values() if target.p is not None]
         assert len(opt.check.biases) == math.ceil(7 * LAYERS / 2) and set(generations) == ({1, 2} if replaced else {1})
         assert 0 < float(opt.metrics()["bias"]) < 1
-
-
-def test_it_learns_in_a_subspace() -> None:
-    """On a batch it sees again and again the loss falls, though a quarter of the numbers is trained."""
-    model = load()
-    opt = LSP(model, 1e-2, **SMALL)
-    losses = [float(opt.step(batch())) for _ in range(20)]
-    assert losses[-1] < 0.7 * losses[0]
-    assert sum(target.numel for target in opt.targets.values() if target.p is not None) < 10_240 * LAYERS / 4
 
 
 @pytest.mark.parametrize("where", ["gpu", "cpu"])

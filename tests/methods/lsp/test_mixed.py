@@ -90,22 +90,6 @@ def test_streamed_equals_resident(placed_by: Any, name: str, how: dict[str, int]
     assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
 
 
-@pytest.mark.parametrize("clip", [None, 0.7])
-def test_the_units_of_a_block_are_one_job(monkeypatch: pytest.MonkeyPatch, clip: float | None) -> None:
-    """However a block is cut, the host gets its gradients in one piece of work."""
-    model, jobs = streamed(load(), slot_count=9, max_unit_numel=4000), []
-    submit = HostAdam.submit
-    monkeypatch.setattr(
-        HostAdam, "submit", lambda host, targets, norm: jobs.append(set(targets)) or submit(host, targets, norm)
-    )
-    train(LSP(model, optimizer_on="cpu", max_grad_norm=clip, **SMALL), 1, 2)
-    units = {unit.index: unit for unit in model.layout.units}
-    blocks = [{units[page].block for page in job} for job in jobs]
-    assert all(len(found) == 1 for found in blocks), "units of several blocks in one job"
-    assert sorted(page for job in jobs for page in job) == sorted(units), "a unit twice, or not at all"
-    assert sum(found != {None} for found in blocks) == model.layout.block_count < len(model.layout.of_kind("block"))
-
-
 def test_resident_units_are_updated_while_the_backward_pass_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the host is fast enough, only the last block and what comes after it are left for the next forward pass,
     though a block has more units than there are slots for their steps."""

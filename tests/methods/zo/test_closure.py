@@ -128,7 +128,7 @@ def test_what_is_no_number_is_refused(tiny_model: Path, batch: dict[str, torch.T
             opt.step(wrong)
     with pytest.raises(UserError, match="do not nest"):
         opt.step(lambda: opt.step(lambda: 1.0))
-    assert model.lens is None and torch.isfinite(opt.step(batch))
+    assert model.device_weights.lens is None and torch.isfinite(opt.step(batch))
 
 
 def test_what_does_not_see_the_perturbed_weights_is_refused(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:

@@ -165,7 +165,7 @@ def test_goes_on_in_the_middle_of_a_period(fold: bool, dtype: str) -> None:
         opt.lr = 1e-2 * (1 - t / 40)
         opt.step([batch(seed=t)])
     assert equal(weights(once), weights(second))
-    assert torch.equal(once.low_rank.factors.now, second.low_rank.factors.now)
+    assert torch.equal(once.methods.low_rank.factors.now, second.methods.low_rank.factors.now)
 
 
 def test_kept_factors_leave_the_weights_alone() -> None:
@@ -211,7 +211,7 @@ def test_another_method_finds_all_in_the_weights() -> None:
     train(model, 4, lr=1e-2, **LOW)
     expected = weights(model)
     keyhole.LOMO(model, 1e-3)
-    assert model.low_rank is None and equal(weights(model), expected)
+    assert model.methods.low_rank is None and equal(weights(model), expected)
 
 
 def test_factors_that_were_merged_are_not_trained_on() -> None:
@@ -285,7 +285,7 @@ def test_a_model_that_mixes_rows_gets_passes_of_their_own(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Share, "check", refuse)
     expected = train(resident, 4, lr=1e-2, **LOW)
-    assert not resident.low_rank.together and train(away, 4, lr=1e-2, **LOW) == expected
+    assert not resident.methods.low_rank.together and train(away, 4, lr=1e-2, **LOW) == expected
     assert equal(weights(resident), weights(away))
 
 

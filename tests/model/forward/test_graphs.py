@@ -193,7 +193,7 @@ def alone(block: nn.Module) -> BlockGraphs:
     model = Around(
         device=torch.device("cpu"),
         dtype=torch.float32,
-        low_rank=None,
+        methods=SimpleNamespace(low_rank=None),
         conductor=SimpleNamespace(steady=True, block_at_once=False, current=SimpleNamespace(index=0)),
         layout=SimpleNamespace(of_kind=lambda kind: [unit], spine=spine),
         binding=SimpleNamespace(spine_of={0: []}, spine=torch.empty(0)),

@@ -95,7 +95,7 @@ class FactoredLayers:
 
     def check(self) -> None:
         """UserError if the model does not use them any more."""
-        if self.model.low_rank is not self:
+        if self.model.methods.low_rank is not self:
             raise UserError(
                 "zo.rank: another method was made on this model since, and what the factors had learned was merged "
                 "into its weights: the layers do not see them any more. Make a new ZO to train on"
