@@ -6,8 +6,9 @@ Scalars are read as text: YAML's conversions (`no` is False, `1.0` a number) wou
 
 import os
 import re
+import types
+import typing
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -77,16 +78,52 @@ def parse_spec(text: str, name: str, source: str) -> TaskSpec:
         raise UserError(f"task {source}: not valid YAML: {printable(str(error), 300)}") from None
     if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
         raise UserError(f"task {source}: expected `key: value` lines, from `title:` to `metric:`")
-    if unknown := [key for key in given if key not in _READERS]:
-        raise UserError(f"task {source}: unknown key {listed(unknown)}; a task file may have {', '.join(_READERS)}")
+    kinds = typing.get_type_hints(TaskSpec)
+    kinds["metric"] = kinds.pop("metrics")
+    known = [key for key in kinds if key != "name"]
+    if unknown := [key for key in given if key not in known]:
+        raise UserError(f"task {source}: unknown key {listed(unknown)}; a task file may have {', '.join(known)}")
     if missing := [key for key in ("columns", "prompt", "metric") if key not in given]:
         raise UserError(f"task {source}: {listed(missing)} is missing; see docs/tasks.md for a whole file")
-    values: dict[str, Any] = {key: _READERS[key](value, f"task {source}: {key}") for key, value in given.items()}
+    values = {key: _read(value, kinds[key], f"task {source}: {key}") for key, value in given.items()}
     values["metrics"] = values.pop("metric")
+    values["labels"] = tuple(tuple(spelled(word) for word in words) for words in values.get("labels", ()))
+    if unknown := [metric for metric in values["metrics"] if metric not in METRICS]:
+        raise _wrong(f"task {source}: metric", ", ".join(METRICS), unknown)
     spec = TaskSpec(**{"name": name, "title": name, **values})
+    try:
+        re.compile(spec.extract or "")
+    except re.error as error:
+        raise UserError(f"task {source}: extract: not a regular expression: {error}") from None
     if fault := next((words for holds, words in _faults(spec) if holds), ""):
         raise UserError(f"task {source}: {fault}")
     return spec
+
+
+def _read(value: Value, kind: Any, key: str) -> Any:
+    """A value of YAML as one of a field's type; a text may stand for a list of one."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _read(value, Expression if Expression in args and isinstance(value, str) else args[0], key)
+    if origin is tuple:
+        return tuple(_read(item, args[0], key) for item in (value if isinstance(value, list) and value else [value]))
+    if origin is dict:
+        if not isinstance(value, dict) or not value or not all(isinstance(name, str) for name in value):
+            raise _wrong(key, "names with values, such as {sentence: text}", value)
+        return {name: _read(item, args[1], f"{key}.{name}") for name, item in value.items()}
+    if not isinstance(value, str) or not value:
+        raise _wrong(key, "text", value)
+    if kind is int and not (value.isdecimal() and 1 <= int(value[:9]) <= 10**6):
+        raise _wrong(key, "a whole number from 1 on", value)
+    if kind is bool and value not in ("true", "false"):
+        raise _wrong(key, "true or false", value)
+    if kind is bool:
+        return value == "true"
+    return kind(value, key) if kind in (Text, Expression) else kind(value)
+
+
+def _wrong(key: str, expected: str, value: object) -> UserError:
+    return UserError(f"{key}: expected {expected}, found {value!r:.60}")
 
 
 def _faults(spec: TaskSpec) -> list[tuple[object, str]]:
@@ -107,7 +144,13 @@ def _faults(spec: TaskSpec) -> list[tuple[object, str]]:
     inputs = [("prompt", spec.prompt), ("candidate", spec.candidate), *(("texts", text) for text in spec.texts)]
     telling = next((key for key, text in inputs if text is not None and "label" in text.names), "")
     named = spec.right is not None or spec.value is not None or spec.has_label
+    hub, splits = spec.hub.keys(), next((s.keys() for s in spec.splits if not {"test"} <= s.keys() <= set(SPLITS)), ())
     return [
+        (
+            hub and not {"dataset"} <= hub <= {"dataset", "config", *SPLITS},
+            f"hub: expected dataset, config and splits (train, test, dev), found {listed(hub)}",
+        ),
+        (splits, f"splits: expected train, test and perhaps dev, found {listed(splits)}"),
         (
             len({METRICS[metric] for metric in spec.metrics}) > 1,
             f"metric: {', '.join(spec.metrics)} do not go together: some choose, some generate",
@@ -181,107 +224,3 @@ class _Loader(yaml.BaseLoader):
                 raise ValueError(f"line {line}: {key.value} is given twice, also in line {first[key.value]}")
             first[key.value] = line
         return dict(super().construct_mapping(node, deep=True))
-
-
-def _wrong(key: str, expected: str, value: object) -> UserError:
-    return UserError(f"{key}: expected {expected}, found {value!r:.60}")
-
-
-def _text(value: Value, key: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise _wrong(key, "text", value)
-    return value
-
-
-def _texts(value: Value, key: str) -> tuple[str, ...]:
-    return tuple(_text(item, key) for item in (value if isinstance(value, list) else [value]))
-
-
-def _labels(value: Value, key: str) -> tuple[tuple[str, ...], ...]:
-    if not isinstance(value, list):
-        raise _wrong(key, "a list with the spellings of each label", value)
-    return tuple(tuple(spelled(word) for word in _texts(words, key)) for words in value)
-
-
-def _mapping(value: Value, key: str) -> dict[str, Value]:
-    if not isinstance(value, dict) or not value or not all(isinstance(name, str) for name in value):
-        raise _wrong(key, "names with values, such as {sentence: text}", value)
-    return value
-
-
-def _hub(value: Value, key: str) -> dict[str, str]:
-    found = {name: _text(item, f"{key}.{name}") for name, item in _mapping(value, key).items()}
-    if "dataset" not in found or not found.keys() <= {"dataset", "config", *SPLITS}:
-        raise _wrong(key, "dataset, config and splits (train, test, dev)", list(found))
-    return found
-
-
-def _splits(value: Value, key: str) -> tuple[dict[str, tuple[str, ...]], ...]:
-    layouts = [_mapping(item, key) for item in (value if isinstance(value, list) and value else [value])]
-    for layout in layouts:
-        if not layout.keys() <= set(SPLITS) or "test" not in layout:
-            raise _wrong(key, "train, test and perhaps dev", list(layout))
-    return tuple({name: _texts(item, f"{key}.{name}") for name, item in layout.items()} for layout in layouts)
-
-
-def _metrics(value: Value, key: str) -> tuple[str, ...]:
-    if unknown := [metric for metric in _texts(value, key) if metric not in METRICS]:
-        raise _wrong(key, ", ".join(METRICS), unknown)
-    return _texts(value, key)
-
-
-def _count(value: Value, key: str) -> int:
-    if not isinstance(value, str) or not value.isdecimal() or not 1 <= int(value[:9]) <= 10**6:
-        raise _wrong(key, "a whole number from 1 on", value)
-    return int(value)
-
-
-def _flag(value: Value, key: str) -> bool:
-    if value not in ("true", "false"):
-        raise _wrong(key, "true or false", value)
-    return value == "true"
-
-
-def _pattern(value: Value, key: str) -> str:
-    text = _text(value, key)
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise UserError(f"{key}: not a regular expression: {error}") from None
-    return text
-
-
-def _program(value: Value, key: str) -> Text:
-    return Text(_text(value, key), key)
-
-
-def _expression(value: Value, key: str) -> Expression:
-    return Expression(_text(value, key), key)
-
-
-_READERS: dict[str, Callable[[Value, str], object]] = {
-    "title": _text,
-    "columns": lambda value, key: {name: _texts(item, f"{key}.{name}") for name, item in _mapping(value, key).items()},
-    "optional": _texts,
-    "header": _texts,
-    "rows": _texts,
-    "let": lambda value, key: {name: _expression(e, f"{key}.{name}") for name, e in _mapping(value, key).items()},
-    "prompt": _program,
-    "texts": lambda value, key: tuple(_program(item, key) for item in (value if isinstance(value, list) else [value])),
-    "candidates": lambda value, key: Expression(value, key) if isinstance(value, str) else _texts(value, key),
-    "candidate": _program,
-    "labels": _labels,
-    "right": _expression,
-    "value": _text,
-    "answer": _program,
-    "references": _expression,
-    "extract": _pattern,
-    "program": _program,
-    "stop": _texts,
-    "max_new_tokens": _count,
-    "end_token": _flag,
-    "metric": _metrics,
-    "hub": _hub,
-    "splits": _splits,
-    "folders": _texts,
-}
