@@ -6,8 +6,8 @@ tokens         examples as tokens, and which of them are trained on
 collect        cuts, drops, mixes and packs samples; report counts what was lost on the way
 batches        batches in a resumable order, padded to a few widths
 
-prepare, run                 from a source to a Dataset; the data of a run, from files or tasks
-settings, cache, preview     the settings of data; what was made of files, kept; samples as readable text
+prepare, run                 from a source to a Dataset, kept for the next run; the data of a run
+settings, preview            the settings of data; samples as readable text
 opened, readers              a file, opened within bounds; its rows
 turns                        what a turn of a chat may contain
 worker                       a process with a limit of time and memory, for programs that are not ours

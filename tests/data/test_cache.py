@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from keyhole.data import prepare as prepare_module
-from keyhole.data.cache import LEAST_BYTES, SUFFIX
 from keyhole.data.dataset import Dataset
-from keyhole.data.prepare import tokenise
+from keyhole.data.prepare import LEAST_BYTES, SUFFIX, tokenise
 from keyhole.data.run import load_data
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks import draw

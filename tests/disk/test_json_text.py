@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2] / "keyhole"
 # json.dumps elsewhere: hashes, headers without fractions, messages between our own processes, texts of prompts
 NOT_FOR_OTHERS = {
     "checkpoint/journal.py", "checkpoint/state.py", "compare/execute.py", "compare/kept.py", "compare/plan.py",
-    "config/recipes.py", "data/cache.py", "data/chat_template.py", "data/examples.py", "data/readers.py",
+    "config/recipes.py", "data/chat_template.py", "data/examples.py", "data/prepare.py", "data/readers.py",
     "data/tasks/question.py", "data/tasks/spec.py", "data/tokenizer.py", "data/turns.py", "demo/peak_memory.py",
     "disk/json_text.py", "disk/tensors.py", "eval/programs.py", "eval/tasks.py", "hf/checkpoints.py",
     "model/structure/reach.py", "model/structure/tokenizer.py", "plan/measure.py", "ranks/failures.py",

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from keyhole.data.batches import order
-from keyhole.data.cache import About, Arrays, kept
 from keyhole.data.opened import Record
+from keyhole.data.prepare import About, Arrays, kept
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.parse import read_spec, read_text
 from keyhole.data.tasks.places import Split, find_splits, read_split
