@@ -11,7 +11,7 @@ CORE := tests/test_layers.py tests/test_docs.py tests/test_configs.py tests/test
 	tests/model/forward/test_lockstep.py tests/model/forward/test_head.py tests/model/forward/test_memory.py \
 	tests/methods/test_table.py tests/methods/zo/test_write_back.py tests/methods/lomo/test_adalomo.py tests/methods/lsp/test_fit.py \
 	tests/methods/lsp/test_memory.py tests/methods/adam_offload/test_exchange.py tests/methods/adam_offload/test_state.py \
-	tests/methods/apollo_mini tests/methods/baselines/test_galore.py tests/plan tests/loading/test_load.py tests/data/test_formats.py tests/data/test_render.py \
+	tests/methods/apollo_mini tests/methods/baselines/test_galore.py tests/plan tests/loading/test_load.py tests/data/test_examples.py tests/data/test_tokens.py \
 	tests/data/test_batches.py tests/checkpoint/test_state.py tests/checkpoint/test_journal.py tests/eval/test_tasks.py \
 	tests/eval/test_choices.py tests/config/test_types.py tests/config/test_rules.py tests/report tests/training/test_start_block.py tests/training/test_resume.py \
 	tests/training/test_rundir.py tests/training/test_metrics.py tests/demo/test_report.py tests/compare/test_file.py \
