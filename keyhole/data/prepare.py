@@ -10,8 +10,8 @@ Reading and hashing a file is some hundred times faster than tokenising it. Pack
 so they share an entry.
 
 By default entries are in the user's cache directory (disk/user_cache.py), for files of 64 KiB and more, and errors with
-them are ignored. A directory that the user names must be writable. An entry is an .npz of arrays, one of which is JSON,
-and a hash of it; one whose hash does not match is rebuilt. Nothing is written if a file has changed since its bytes
+them are ignored. A directory that the user names must be writable. An entry is an .npz of arrays, one of which is JSON;
+one whose checksums do not match is rebuilt. Nothing is written if a file has changed since its bytes
 were hashed. Hub ids are not cached here: `datasets` has its own cache.
 """
 
