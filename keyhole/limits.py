@@ -56,10 +56,10 @@ Fraction = Annotated[float, Limit(0, 1)]
 BelowOne = Annotated[float, Limit(0, 0.999999)]
 
 UNIONS = (typing.Union, types.UnionType)
-WORDS = {bool: "true | false", int: "whole number", float: "number", str: "text", Bytes: A_SIZE}
+WORDS: dict[object, str] = {bool: "true | false", int: "whole number", float: "number", str: "text", Bytes: A_SIZE}
 
 
-def setting(default: Any, doc: str) -> Any:
+def setting(default: object, doc: str) -> Any:
     """A field of a dataclass of settings with its line in the help and the docs."""
     return field(default=default, metadata={"doc": doc})
 
@@ -69,7 +69,7 @@ def required(doc: str) -> Any:
     return field(metadata={"doc": doc})
 
 
-def scalar(value: Any, kind: Any) -> Any:
+def scalar(value: object, kind: object) -> object:
     """A value of Python as one of a type without parts, or ValueError."""
     if kind is Any:
         return value
@@ -77,15 +77,15 @@ def scalar(value: Any, kind: Any) -> Any:
         is_one = isinstance(value, str) and value in typing.get_args(kind)
     elif kind is float or kind is int:
         is_number = isinstance(value, Real if kind is float else Integral) and not isinstance(value, bool)
-        is_one = is_number and math.isfinite(value)
+        is_one = is_number and isinstance(value, Real) and math.isfinite(value)
     else:
-        is_one = isinstance(value, kind)
+        is_one = isinstance(kind, type) and isinstance(value, kind)
     if not is_one:
         raise ValueError(value)
     return value
 
 
-def convert(value: Any, kind: Any, scalar: Callable[[Any, Any], Any] = scalar) -> Any:
+def convert(value: object, kind: object, scalar: Callable[[object, object], object] = scalar) -> Any:
     """The value as one of this type, or ValueError. scalar: reads what has no parts."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
@@ -106,7 +106,7 @@ def convert(value: Any, kind: Any, scalar: Callable[[Any, Any], Any] = scalar) -
     raise ValueError("another kind of value")
 
 
-def fits(value: Any, kind: Any) -> bool:
+def fits(value: object, kind: object) -> bool:
     """Whether a value of Python is of the type."""
     try:
         convert(value, kind)
@@ -115,7 +115,7 @@ def fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def describe(kind: Any, full: bool = False) -> str:
+def describe(kind: object, full: bool = False) -> str:
     """The type in words, for the help and the docs page; full: with every bound, for error messages."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
@@ -127,11 +127,11 @@ def describe(kind: Any, full: bool = False) -> str:
     if origin is list:
         return f"list of {describe(args[0])}"
     if origin is dict:
-        return "mapping of names to values" if args[1] is Any else f"mapping of names to {describe(args[1])}"
+        return "mapping of names to values" if args[1] is object else f"mapping of names to {describe(args[1])}"
     return WORDS.get(kind, "null")
 
 
-def choices(kind: Any) -> tuple[str, ...]:
+def choices(kind: object) -> tuple[str, ...]:
     """The words of a Literal (or an optional one), for suggestions."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)

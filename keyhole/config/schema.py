@@ -11,7 +11,7 @@ Relative paths in a config are relative to the directory the command is run in, 
 """
 
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from keyhole.limits import (
     MOST,
@@ -163,7 +163,7 @@ class RunConfig:
         "Train on the token that ends an answer, so that the model learns to stop; null = yes.")
     chat_template: str | None = setting(None,
         "Path of a Jinja chat template, or its text, saved with the model; null = the tokenizer's.")
-    chat_template_kwargs: dict[str, Any] | None = setting(None,
+    chat_template_kwargs: dict[str, object] | None = setting(None,
         "Variables for the chat template, such as {enable_thinking: false}; null = none.")
     template_date: str | None = setting(None,
         "Date that chat templates print, such as 2025-01-31; null = the day the run began, also after --resume.")

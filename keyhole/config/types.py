@@ -3,7 +3,7 @@ YAML's rules.
 
 YAML 1.1 reads `2e-5` as text, `no` as False and `1:30` as 90. Here a float field reads the text `2e-5` as a
 float and a text field keeps `no`, because both look at the characters in the file and at the declared type (limits.py).
-Inside dict[str, Any] there is no declared type, and YAML's rules apply.
+Inside dict[str, object] there is no declared type, and YAML's rules apply.
 
 A config is written with all values, including defaults, so that a run can be repeated from run/config.yaml: a later
 version with other defaults must not change an old run.
@@ -60,7 +60,7 @@ def show(node: yaml.Node) -> str:
     return f"`{text}`" if text.isprintable() else ascii(text)
 
 
-def tree(node: yaml.Node, left: list[int] | None = None) -> Any:
+def tree(node: yaml.Node, left: list[int] | None = None) -> object:
     """Lists and mappings of scalar nodes. Each use of an alias counts, so that aliases cannot multiply; left: nodes
     still allowed."""
     left = left or [MOST_NODES]
@@ -71,7 +71,7 @@ def tree(node: yaml.Node, left: list[int] | None = None) -> Any:
         return [tree(item, left) for item in node.value]
     if not isinstance(node, yaml.MappingNode):
         return node
-    found: dict[str, object] = {}
+    found: dict[object, object] = {}
     for key, item in node.value:
         name = _scalar(tree(key, left), str)
         if name in found:
@@ -80,21 +80,21 @@ def tree(node: yaml.Node, left: list[int] | None = None) -> Any:
     return found
 
 
-def _scalar(value: Any, kind: Any) -> Any:
-    """A scalar node as a value of this type, or ValueError; Any: everything below it, by YAML's rules."""
-    if kind is Any and isinstance(value, list):
-        return [_scalar(item, Any) for item in value]
-    if kind is Any and isinstance(value, dict):
-        return {name: _scalar(item, Any) for name, item in value.items()}
-    if isinstance(value, list | dict):
+def _scalar(value: object, kind: object) -> object:
+    """A scalar node as a value of this type, or ValueError; object: everything below it, by YAML's rules."""
+    if kind is object and isinstance(value, list):
+        return [_scalar(item, object) for item in value]
+    if kind is object and isinstance(value, dict):
+        return {name: _scalar(item, object) for name, item in value.items()}
+    if not isinstance(value, yaml.ScalarNode):
         raise ValueError("a list or a mapping")
     if typing.get_origin(kind) is Literal and value.tag != NULL_TAG:
         words = typing.get_args(kind)
         return words[words.index(value.value)]  # `none` too, where it is one of the words
-    if kind is not Any and is_null(value) != (kind is NoneType):
+    if kind is not object and is_null(value) != (kind is NoneType):
         raise ValueError("null, or not")
     try:
-        return _plain(value) if kind is Any else _SCALARS[kind](value.value)
+        return _plain(value) if kind is object else _SCALARS[kind](value.value)
     except (KeyError, OverflowError, yaml.YAMLError) as error:
         raise ValueError(value.value) from error
 
