@@ -15,7 +15,7 @@ backward pass: (N - 1) / N of the gradients of blocks and head, twice that of ta
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.homes import view
 from keyhole.ranks import Ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class GradientParts(Sink):
         return of_any_rank(self.ranks, trained, got) if asks else trained
 
 
-def of_any_rank(ranks: Ranks, items: list[Any], got: list[bool]) -> list[Any]:
+def of_any_rank(ranks: Ranks, items: list[T], got: list[bool]) -> list[T]:
     """The items that some rank has got; items: the same on all ranks."""
     if not items:
         return []

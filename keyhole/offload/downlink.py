@@ -67,7 +67,7 @@ class Downlink:
         timeline = self.engine.timeline
         return timeline.span("gradients", "") if timeline.enabled and source.numel() > FEW else nullcontext()
 
-    def sent(self, and_kernels: bool = False) -> Any:
+    def sent(self, and_kernels: bool = False) -> torch.cuda.Event | None:
         """An event that the host can wait for: every copy sent so far has finished and, with and_kernels, every kernel
         launched so far. None on a CPU."""
         if self.stream is None:

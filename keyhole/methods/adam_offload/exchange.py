@@ -37,7 +37,6 @@ the next part begins while the last one is still being copied back.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -99,7 +98,7 @@ class Exchange:
         self.engine.bytes_down += grad.nbytes
         self.down.send(grad, buffer)
 
-    def sent(self) -> Any:
+    def sent(self) -> torch.cuda.Event | None:
         """An event: every gradient sent so far has arrived, and all kernels launched so far are done (kernels after the
         last `put` may still read the weights). None on a CPU."""
         return self.down.sent(and_kernels=True)
@@ -114,7 +113,9 @@ class Exchange:
 
     # -- jobs, and weights to the device ---------------------------------------------------------------------------
 
-    def submit(self, page: int, job: Job, after: Any, back: Span, on_device: DeviceJob | None = None) -> None:
+    def submit(
+        self, page: int, job: Job, after: torch.cuda.Event | None, back: Span, on_device: DeviceJob | None = None
+    ) -> None:
         """Queues a job for the worker, which then sends this span of the page back. on_device: the same for the
         workers' helper, including the copy back. Pages that the next pass needs first have the lowest index, and are
         processed first."""

@@ -197,7 +197,7 @@ class Updates:
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def submit(self, step: AdamStep, unit: Unit, starts: list[int], after: Any) -> None:
+    def submit(self, step: AdamStep, unit: Unit, starts: list[int], after: torch.cuda.Event | None) -> None:
         """Queues a unit's update after the event `after`. starts: first elements of its tensors with a gradient."""
         step.submitted = True
         for part in self.parts(starts):

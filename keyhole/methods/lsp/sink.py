@@ -152,7 +152,7 @@ class GradientSink(RecordableSink):
     def memory(self, units: list[Unit]) -> list[torch.Tensor]:
         return [self.buffer(unit.index) for unit in units if unit.index in self.lengths]
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         return {page: dict(received) for page, received in self.current.received.items()}, dict(self.current.weights)
 
     def rewind(self, mark: Any) -> None:

@@ -21,7 +21,7 @@ A model of the same class, config and dtype has the same counts: a process count
 where products of 16 bit are slow). A module with a forward of its own (an adapter's) is counted by itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "alias", "lift_fresh")
 
 
-_counted: dict[tuple[Any, ...], "BlockCounts | None"] = {}
+_counted: dict[Hashable, "BlockCounts | None"] = {}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def block_counts(module: nn.Module, block: nn.Module) -> BlockCounts | None:
     return _counted[key]
 
 
-def _likeness(module: nn.Module, block: nn.Module) -> tuple[Any, ...] | None:
+def _likeness(module: nn.Module, block: nn.Module) -> Hashable:
     """Equal for modules that run the same code on the same shapes; None if part of the code is not that of a class.
     Hooks are known by their names: those of a model (model/forward/) do nothing outside of its passes."""
     parts = dict(module.named_modules())
@@ -148,7 +148,7 @@ def id_of(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _meta(x: Any) -> Any:
+def _meta(x: object) -> object:
     return torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x
 
 
@@ -159,7 +159,7 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.calls, self.kernels, self.bytes = 0, 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         output = func(*args, **(kwargs or {}))
         self.calls += 1
         name = func._schema.name.partition("::")[2]

@@ -142,7 +142,7 @@ def _never_reached(module: nn.Module, reached: set[int]) -> Iterator[nn.Paramete
     return walk(module, False)
 
 
-def _is_large_constant(x: Any) -> bool:
+def _is_large_constant(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.numel() > LARGE and not any(x.stride())
 
 
@@ -161,7 +161,7 @@ class _Watch(TorchDispatchMode):
             for param in (p for p in part._parameters.values() if p is not None and is_matrix(p)):
                 self.owners.setdefault(id(param), []).append(part)
         self.entered: list[nn.Module] = []
-        self.known: dict[Any, Any] = {}  # outputs on the meta device, by operation and shapes: blocks are alike
+        self.known: dict[Hashable, object] = {}  # outputs on the meta device, by operation and shapes: blocks are alike
 
     def forward(self, length: int) -> str:
         """Runs the module on a row of tokens; returns the reason if it failed."""
@@ -186,7 +186,7 @@ class _Watch(TorchDispatchMode):
             self.entered.append(part)
             self.reached.update(id(param) for param in part._parameters.values() if param is not None)
 
-        def leave(part: nn.Module, args: tuple, output: Any) -> None:
+        def leave(part: nn.Module, args: tuple, output: object) -> None:
             self.entered.pop()
 
         parts = list(self.module.modules())
@@ -208,7 +208,7 @@ class _Watch(TorchDispatchMode):
             around = (part for part in reversed(self.entered) if owners[0] in set(part.modules()))
             self.readers.update(id(part) for part in islice(around, 1))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
         leaves, is_mutable = tree_leaves((args, kwargs)), func._schema.is_mutable
         for x in leaves:
@@ -237,7 +237,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs) if shapes is None else tree_map(_constant, shapes)
 
 
-def _described(x: Any) -> Any:
+def _described(x: object) -> Hashable:
     """What the shape of an operation's output depends on, if it does not depend on values; hashable."""
     if isinstance(x, torch.Tensor):
         return x.shape, x.dtype
@@ -257,17 +257,17 @@ def _on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def _materialised(x: Any) -> Any:
+def _materialised(x: object) -> object:
     return x.contiguous() if isinstance(x, torch.Tensor) else x
 
 
-def _to_meta(x: Any, dtype: torch.dtype | None) -> Any:
+def _to_meta(x: object, dtype: torch.dtype | None) -> object:
     if isinstance(x, torch.Tensor):
         return torch.empty(x.shape, dtype=dtype if dtype and x.is_floating_point() else x.dtype, device="meta")
     return torch.device("meta") if isinstance(x, torch.device) else x
 
 
-def _constant(x: Any) -> Any:
+def _constant(x: object) -> object:
     if not isinstance(x, torch.Tensor) or x.device.type != "meta":
         return x
     zero = torch.zeros((), dtype=x.dtype)
