@@ -101,25 +101,21 @@ def check_data(data: Dataset, model: object, config: "PreTrainedConfig", module:
     length, row = context_length(config), data.longest_row()
     if length is None or row <= length:
         return []
+    limit, longest = data.report.max_length, int(np.argmax(data.lengths))
+    sample = data.lengths[longest]
     if has_table(config, module):
-        raise UserError(_too_long(data, length, row, model))
-    sample = max(data.lengths)
+        found = (
+            f"packed rows have up to {row:,} tokens" if data.packed else f"{data.where[longest]} has {sample:,} tokens"
+        )
+        beyond = f"{limit} is more than the {length} positions the model has"
+        unlimited = f"null sets no limit, but the model has {length} positions"
+        raise UserError(
+            f"max_length: {unlimited if limit is None else beyond} ({model}), and {found}; set max_length={length} or "
+            "less, then longer samples are cut, dropped or refused, as overlong says"
+        )
     if sample <= length:
         return []
     return [
         f"warning: the longest sample has {sample:,} tokens, the model is made for {length:,} (max_position_embeddings "
         f"in its config); it runs, but beyond what the model has seen; max_length={length} cuts there"
     ]
-
-
-def _too_long(data: Dataset, length: int, row: int, model: object) -> str:
-    limit = data.report.max_length
-    at = int(np.argmax(data.lengths))
-    longest = f"{data.where[at]} has {data.lengths[at]:,} tokens"
-    found = f"packed rows have up to {row:,} tokens" if data.packed else longest
-    beyond = f"{limit} is more than the {length} positions the model has"
-    unlimited = f"null sets no limit, but the model has {length} positions"
-    return (
-        f"max_length: {unlimited if limit is None else beyond} ({model}), and {found}; set max_length={length} or "
-        "less, then longer samples are cut, dropped or refused, as overlong says"
-    )

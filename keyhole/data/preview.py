@@ -136,5 +136,5 @@ def _words_on_page(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     gap = len(ids) - 2 * SHOWN_ON_PAGE
     if gap <= SHOWN_ON_PAGE:
         return token_texts(tokenizer, ids)
-    first, last = ids[:SHOWN_ON_PAGE], ids[-SHOWN_ON_PAGE:]
-    return [*token_texts(tokenizer, first), f" … {gap:,} more … ", *token_texts(tokenizer, last)]
+    first, last = token_texts(tokenizer, ids[:SHOWN_ON_PAGE]), token_texts(tokenizer, ids[-SHOWN_ON_PAGE:])
+    return [*first, f" … {gap:,} more … ", *last]

@@ -84,7 +84,7 @@ class Renderer:
             check_text(texts[-1].text, example.record.where)
             words = dict.fromkeys(CONTROL.findall(texts[-1].text))
             count_names(self.foreign, (word for word in words if not self._is_own(word)))
-        self._try({character for rendered in texts for character in rendered.text})
+        self._try(set().union(*(rendered.text for rendered in texts)))
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         batch = self.tokenizer([t.text for t in texts], **options)
         encodings = batch.encodings if self.tokenizer.is_fast else [None] * len(texts)
