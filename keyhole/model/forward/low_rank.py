@@ -15,8 +15,9 @@ cannot run it (`NotByRows`).
 
 Blocks before the first trained weight see the same rows for all looks: they run with those of one look, and their
 output is repeated. With the lower 10 of 30 blocks and the embedding frozen, and two looks, 5 / 6 of the products. What
-comes before is seen in each pass: rows of looks begin to differ (`LowRank.part`) where rows of a trained embedding are
-looked up, at a module outside of the blocks whose vectors are trained, and at a block in which something is trained.
+comes before is seen in each pass: rows of looks begin to differ (`LowRank.differ`) where rows of a trained embedding
+are looked up, at a module outside of the blocks whose vectors are trained, and at a block in which something is
+trained.
 Rows are the first dimension of a block's arguments. A tensor could have as many entries there for another reason, so
 when arguments of new shapes come, their parts for the looks are compared; if these are not the same numbers, or an
 argument is something else than tensors, plain values, and tuples of these, such blocks run with all rows. While a graph
@@ -24,8 +25,8 @@ is captured nothing can be compared: a recording is compared with a pass that wa
 """
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -84,23 +85,53 @@ class Share:
 
 
 class LowRank(Protocol):
-    """What the layers of a model need from the method that trains low-rank factors beside their weights."""
+    """What the layers of a model ask the method that trains low-rank factors beside their weights (it is a subclass),
+    and the looks that the passes carry."""
 
+    model: Any
     trained_blocks: set[int]  # ids of the blocks in which something is trained
+    share: Share | None = None  # of passes outside of a step; None: the weights without perturbation
+    shares: dict[int, Share]  # by pass, during a step
+    differ: set[int]  # passes whose looks have different rows by now
+    spines: torch.Tensor | None = None  # of all looks, during a step
+
+    @contextmanager
+    def carried(self, shares: dict[int, Share], spines: torch.Tensor) -> Iterator[None]:
+        """A context in which passes carry looks. spines: [looks, spine]."""
+        self.differ, self.shares, self.spines = set(), shares, spines  # of no numbers, if there is no final norm
+        try:
+            yield
+        finally:
+            self.shares, self.spines = {}, None
+
+    @contextmanager
+    def seen_at(self, look: int) -> Iterator[None]:
+        """A context in which every pass uses the weights at one look."""
+        self.share = Share(look, 1)
+        try:
+            yield
+        finally:
+            self.share = None
+
+    @property
+    def current(self) -> int:
+        """The number of the running pass."""
+        return int(self.model.conductor.current.index)
 
     @property
     def running(self) -> Share | None:
         """The share of the running pass; None: the pass uses the weights without perturbation."""
+        return self.shares[self.current] if self.shares else self.share
 
-    @property
-    def parted(self) -> bool:
-        """Whether the looks of the running pass have different rows by now."""
-
-    def part(self) -> None:
-        """The looks of the running pass have different rows from here on."""
-
-    def one_look(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def one_look(self) -> Iterator[None]:
         """A context in which the running pass carries the rows of its first look only."""
+        index, share = self.current, self.shares[self.current]
+        self.shares[index] = Share(share.first, 1, share.rows // share.count, share.tokens // share.count)
+        try:
+            yield
+        finally:
+            self.shares[index] = share
 
     def point(self, module: nn.Module, look: int | None, several: bool) -> None:
         """Points the module's own vectors to those of a look; several: the pass carries more than one look."""
@@ -223,7 +254,7 @@ def _by_look(module: nn.Module) -> Forward:
             factors.point(module_of(), None if share is None else share.first, several=False)
             return ordinary(*args, **kwargs)
         if any(p.requires_grad for p in module_of()._parameters.values() if p is not None):
-            factors.part()
+            factors.differ.add(factors.current)
         outputs = []
         for look in range(share.count):
             factors.point(module_of(), share.first + look, several=True)
@@ -261,8 +292,8 @@ def _once(block: int, same: dict[tuple, bool]) -> Forward:
         if share is None or share.count == 1:
             return ordinary(*args, **kwargs)
         if block in factors.trained_blocks:
-            factors.part()
-        if factors.parted or not _alike((*args, *kwargs.values()), share, same):
+            factors.differ.add(factors.current)
+        if factors.current in factors.differ or not _alike((*args, *kwargs.values()), share, same):
             return ordinary(*args, **kwargs)
         with factors.one_look():
             own = {name: share.rows_of(0, x) for name, x in kwargs.items()}

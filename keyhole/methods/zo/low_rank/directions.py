@@ -107,13 +107,13 @@ class LowRank(Dense):
             stale_MH = self.model.table_rows(ids_M)
             if not self.model.layout.table.param.requires_grad:
                 return stale_MH.to(self.model.dtype).repeat(one.count, 1)
-            self.layers.part()
+            self.layers.differ.add(index)
             looked = range(one.first, one.first + one.count)
             made = {p: self.rows(stale_MH, ids_M, looks.pairs[p]) for p in {look // 2 for look in looked}}
             return torch.cat([made[look // 2][look % 2] for look in looked])
 
         found: list[torch.Tensor] = [torch.empty(0)] * len(looks.passes)
-        with self.layers.carried({i: one.share() for i, one in enumerate(passes)}, self.spines):
+        with self.layers.carried({i: one.share() for i, one in enumerate(passes)}, spines):
             batches = [repeated(one.batch, one.count) for one in passes]
             for one, hidden in zip(passes, self.model.lockstep(batches, serve, rows, steady=steady), strict=True):
                 for number, part in zip(one.numbers, hidden.chunk(one.count), strict=True):

@@ -13,12 +13,9 @@ of a step. What the factors are, and how they are trained, is in factors.py.
 
 import copy
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank import merge
@@ -26,53 +23,41 @@ from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.parts import Vector, vector_at
 from keyhole.methods.zo.rate_search import rate_share
-from keyhole.model.forward.low_rank import Added, Share, install, install_by_look, install_once
+from keyhole.model.forward.low_rank import Added, LowRank, Share, install, install_by_look, install_once
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.model.weights.homes import view
 
 
-class FactoredLayers:
+class FactoredLayers(LowRank):
     """The layers of one model, which add these factors from now on. guide: sees the inputs of layers."""
 
     def __init__(self, model: Model, factors: Factors, guide: Guide | None = None) -> None:
+        """Makes the module's forward ask for the factors: in linear layers, in blocks before the first trained weight,
+        and in other modules with vectors of their own, in a block or in the spine."""
         self.model: Model = weakref.proxy(model)  # which holds this object
-        self.factors, self.guide = factors, guide
-        parts = factors.parts
-        self.share: Share | None = None  # None: the unperturbed weights
-        self.shares: dict[int, Share] = {}  # by pass, during a step
-        self.differ: set[int] = set()  # passes whose looks have different rows by now
-        self.spines: torch.Tensor | None = None
-        self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(parts.matrices)}
+        self.factors, self.guide, self.shares, self.differ = factors, guide, {}, set()
+        self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(factors.parts.matrices)}
         self.by_owner: dict[int, list[Vector]] = {}  # vectors of modules without a matrix, by module
-        for vector in parts.vectors:
+        for vector in factors.parts.vectors:
             if id(vector.owner) not in self.by_layer:
                 self.by_owner.setdefault(id(vector.owner), []).append(vector)
-        self.in_spine: dict[int, dict[str, FlatTensor]] = {}  # by module and name of the parameter
-        self._install(model)
-        model.methods.low_rank = self
-
-    def _install(self, model: Model) -> None:
-        """Makes the module's forward ask for the factors: in linear layers, in blocks before the first trained weight,
-        and in other modules with vectors of their own."""
-        owners = self._find_owners(model)
-        plain = not model.classifies and not model.head.transforms
-        self.together = plain and not any(any(owner.children()) for owner in owners)
-        install(model, [m.layer for m in self.factors.parts.matrices])
-        self.trained_blocks = {id(b) for b in model.blocks if any(p.requires_grad for p in b.parameters())}
-        if model.blocks and id(model.blocks[0]) not in self.trained_blocks:
-            install_once(model, model.blocks)
-        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner])
-
-    def _find_owners(self, model: Model) -> list[nn.Module]:
-        """Modules other than layers with factors that have vectors of their own: in a block, or in the spine."""
+        self.in_spine: dict[int, list[FlatTensor]] = {}  # by module
         spine = {id(t.param): t for t in model.layout.spine.tensors}
         inside = model.module if model.classifies else model.head.decoder
         others = [m for m in inside.modules() if id(m) not in self.by_layer]
         for owner in others:
-            if own := {name: spine[id(p)] for name, p in owner._parameters.items() if id(p) in spine}:
+            if own := [spine[id(p)] for p in owner._parameters.values() if id(p) in spine]:
                 self.in_spine[id(owner)] = own
-        return [m for m in others if id(m) in self.in_spine.keys() | self.by_owner.keys()]
+        owners = [m for m in others if id(m) in self.in_spine.keys() | self.by_owner.keys()]
+        plain = not model.classifies and not model.head.transforms
+        self.together = plain and not any(any(owner.children()) for owner in owners)
+        install(model, [m.layer for m in factors.parts.matrices])
+        self.trained_blocks = {id(b) for b in model.blocks if any(p.requires_grad for p in b.parameters())}
+        if model.blocks and id(model.blocks[0]) not in self.trained_blocks:
+            install_once(model, model.blocks)
+        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner])
+        model.methods.low_rank = self
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
@@ -101,62 +86,7 @@ class FactoredLayers:
                 "into its weights: the layers do not see them any more. Make a new ZO to train on"
             )
 
-    @contextmanager
-    def carried(self, shares: dict[int, Share], spines: torch.Tensor) -> Iterator[None]:
-        """A context in which passes carry looks. spines: [pairs, 2, spine]."""
-        self.differ = set()
-        self.shares, self.spines = shares, spines.flatten(0, 1)  # of no numbers, where the model has no final norm
-        try:
-            yield
-        finally:
-            self.shares, self.spines = {}, None
-
-    @contextmanager
-    def seen_at(self, look: int) -> Iterator[None]:
-        """A context in which every pass uses the weights at one look."""
-        self.share = Share(look, 1)
-        try:
-            yield
-        finally:
-            self.share = None
-
     # -- what the layers ask for, in a pass ------------------------------------------------------------------------
-
-    @property
-    def running(self) -> Share | None:
-        return self._in_step if self.shares else self.share
-
-    @property
-    def _pass(self) -> int:
-        """The number of the running pass."""
-        assert self.model.conductor is not None
-        return self.model.conductor.current.index
-
-    @property
-    def _in_step(self) -> Share:
-        """The share of the running pass, which is one of a step."""
-        return self.shares[self._pass]
-
-    @property
-    def parted(self) -> bool:
-        return self._pass in self.differ
-
-    def part(self) -> None:
-        self.differ.add(self._pass)
-
-    @contextmanager
-    def one_look(self) -> Iterator[None]:
-        index, share = self._pass, self._in_step
-        self.shares[index] = Share(share.first, 1, share.rows // share.count, share.tokens // share.count)
-        try:
-            yield
-        finally:
-            self.shares[index] = share
-
-    def _at_looks(self) -> torch.Tensor:
-        """[L, n] the factors at the looks of the running pass."""
-        share = self.running
-        return self.factors.now[None] if share is None else self.factors.looks[share.first : share.first + share.count]
 
     def graph_key(self) -> tuple[Share | int | None, ...] | None:
         if not self.shares or not self.factors.folds or self.spines is None:
@@ -169,12 +99,13 @@ class FactoredLayers:
         index = self.by_layer.get(id(layer))
         if index is None:
             return None
-        factors, flat, bias = self.factors, self._at_looks(), None
+        factors, share, bias = self.factors, self.running, None
         matrix = factors.parts.matrices[index]
+        flat = factors.now[None] if share is None else factors.looks[share.first : share.first + share.count]  # [L, n]
         if isinstance(matrix.bias, slice):
             bias = flat[:, matrix.bias]
-        elif matrix.bias is not None and self.spines is not None:
-            share, begin = self._in_step, matrix.bias.start - self.model.layout.spine.start
+        elif matrix.bias is not None and self.spines is not None and share is not None:
+            begin = matrix.bias.start - self.model.layout.spine.start
             bias = self.spines[share.first : share.first + share.count, begin : begin + matrix.outputs]
         elif (own := getattr(layer, "bias", None)) is not None:
             bias = own[None].expand(flat.shape[0], -1)
@@ -192,7 +123,7 @@ class FactoredLayers:
             vector.tensor.param.data = vector_at(flat, vector).to(self.model.dtype)
         if several:
             assert self.spines is not None  # a pass carries several looks in a step only
-            for tensor in self.in_spine.get(id(module), {}).values():
+            for tensor in self.in_spine.get(id(module), ()):
                 tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
 
     # -- beside the model's weights --------------------------------------------------------------------------------
