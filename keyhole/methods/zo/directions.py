@@ -22,7 +22,7 @@ of compute. Legend: M tokens looked up, N trained tokens, H width.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -204,10 +204,6 @@ class Dense:
 
     def prepare(self, batches: list[Batch]) -> None:
         """Before a step."""
-
-    def another(self, step: int) -> AbstractContextManager[None]:
-        """A context for a step of a search, which changes nothing."""
-        return nullcontext()
 
     def updated(self, pending: Pending) -> None:
         """After a step, whose update is known."""

@@ -25,6 +25,7 @@ Legend: q directions, m micro-batches; a look is a perturbed point; passes are n
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class ZO(Method):
         since it needs the losses of single rows."""
         looks = look_at(self.model, search.pairs, batches, Ranks())
         self._begin(batches)
-        with self.directions.another(self.step_count):
+        with nullcontext() if self.factors is None else self.factors.another_v(self.step_count):
             return search.measure(self.directions.run(looks), looks.batches, self.memory)
 
     @property

@@ -149,40 +149,30 @@ class ZOConfig(MethodSettings):
         return self.usual.learning_rate, (low, max(high, BOUNDED_RATE) if bounded else high)
 
     def faults(self, around: Around) -> Iterator[Fault]:
-        usual, now = self.usual, self.count
-        if now < usual.least:
-            yield "zo.directions", f"found {now}; {self.estimator} needs {usual.least} at least, to know a spread"
-        if self.clip is not None and not usual.clips:
-            yield (
-                "zo.clip",
-                f"has no meaning with zo.estimator={self.estimator}, which scales by a spread; leave it out",
-            )
-        if not self.merge and not self.light:
-            yield "zo.merge", "false needs factors that are kept; set zo.rank and zo.fold=false, or zo.merge=true"
-        if self.rank is None:
-            yield from self._full_rank_faults()
-        else:
-            yield from self._low_rank_faults(around)
-        if around.wire == "fp8" and not self.light and (around.max_steps or 0) > self.fp8_steps:
-            yield "wire", self.refusal(around.max_steps or 0)
-        if self.max_grad_norm is not None:
-            yield "max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip"
-
-    def _full_rank_faults(self) -> Iterator[Fault]:
-        if self.guide is not None:
-            yield "zo.guide", "finds directions of low rank; set zo.rank=1 (or more), or zo.guide=null"
-        if not self.fold:
-            yield "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"
-
-    def _low_rank_faults(self, around: Around) -> Iterator[Fault]:
-        if self.guide is not None and around.searches:
-            yield "learning_rate", "auto searches along random directions; with zo.guide set a number, or zo.guide=null"
-        if self.compile:
-            yield "compile", "does not go with zo.rank, whose layers have a product of their own; set compile=false"
-        if self.weight_decay:
-            yield "weight_decay", "zo.rank leaves the weights alone within a period, so they cannot decay; set it to 0"
-        if self.fold and around.wire == "fp8":
-            yield "wire", "fp8 weights are not rounded anew by zo.rank; set zo.fold=false, or another wire"
+        usual, low, fp8, steps = self.usual, self.rank is not None, around.wire == "fp8", around.max_steps or 0
+        few = f"found {self.count}; {self.estimator} needs {usual.least} at least, to know a spread"
+        spread = f"has no meaning with zo.estimator={self.estimator}, which scales by a spread; leave it out"
+        kept = "false needs factors that are kept; set zo.rank and zo.fold=false, or zo.merge=true"
+        full = "finds directions of low rank; set zo.rank=1 (or more), or zo.guide=null"
+        searched = "auto searches along random directions; with zo.guide set a number, or zo.guide=null"
+        product = "does not go with zo.rank, whose layers have a product of their own; set compile=false"
+        alone = "zo.rank leaves the weights alone within a period, so they cannot decay; set it to 0"
+        rules = (
+            (self.count < usual.least, "zo.directions", few),
+            (self.clip is not None and not usual.clips, "zo.clip", spread),
+            (not self.merge and not self.light, "zo.merge", kept),
+            (not low and self.guide is not None, "zo.guide", full),
+            (not low and not self.fold, "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"),
+            (low and self.guide is not None and around.searches, "learning_rate", searched),
+            (low and self.compile, "compile", product),
+            (low and self.weight_decay, "weight_decay", alone),
+            (low and self.fold and fp8, "wire", "fp8 weights are not rounded anew by zo.rank; set zo.fold=false, or "
+             "another wire"),
+            (fp8 and not self.light and steps > self.fp8_steps, "wire", self.refusal(steps)),
+            (self.max_grad_norm is not None, "max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and "
+             "use zo.clip"),
+        )  # fmt: skip
+        yield from ((key, why) for is_wrong, key, why in rules if is_wrong)
 
     def refusal(self, steps: int) -> str:
         """The error message for a run of `steps` steps in fp8, which are more than fp8_steps."""

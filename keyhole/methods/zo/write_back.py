@@ -51,17 +51,13 @@ class WriteBack:
 
     def begin(self) -> None:
         """Called at the beginning of a step."""
-        waited = self.engine.stalls.take() if self.decides else None
-        if waited is not None:
+        if self.decides and (waited := self.engine.stalls.take()) is not None:
             self.learn(waited)
 
     def learn(self, waited: float) -> None:
         """Records the share of one step that the GPU waited."""
         self.calm = self.calm + 1 if waited < STOP else 0
-        if waited > START:
-            self.every = EVERY
-        elif self.calm >= CALM:
-            self.every = 1
+        self.every = EVERY if waited > START else 1 if self.calm >= CALM else self.every
 
     def may_wait(self, unit: Unit) -> bool:
         return unit.index in self.patient

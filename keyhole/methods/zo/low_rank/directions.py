@@ -14,7 +14,7 @@ other than rows of tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -161,9 +161,6 @@ class LowRank(Dense):
         if self.guide is not None and self.guide.is_due:
             self.update.flush()
             self.guide.renew(batches)
-
-    def another(self, step: int) -> AbstractContextManager[None]:
-        return self.factors.another_v(step)
 
     def updated(self, pending: Pending) -> None:
         if folds := self.factors.update(pending):

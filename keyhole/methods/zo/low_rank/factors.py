@@ -161,7 +161,7 @@ class Factors:
 
     def is_behind(self, unit: Unit) -> bool:
         """Whether the unit's home lacks the current values of vectors."""
-        return self.steps > 0 and next(self.parts.vectors_of(unit), None) is not None
+        return self.steps > 0 and bool(self.parts.of(unit)[1])
 
     def learned(self, index: int) -> Rows | None:
         """All terms of a matrix that its home lacks, oldest first, in float32 on the device; None if it lacks none."""

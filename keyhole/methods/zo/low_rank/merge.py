@@ -50,13 +50,14 @@ def bring_home(factors: Factors, folds: Sequence[Fold] = ()) -> None:
 def arrive(factors: Factors, unit: Unit, w: torch.Tensor, folds: Sequence[Fold] = ()) -> None:
     """Folds periods into a unit that is on the device as at home, and updates its vectors."""
     first, last = (0, None) if unit.rows is None else unit.rows
+    matrices, vectors = factors.parts.of(unit)
     for fold in folds:
-        for matrix in factors.parts.matrices_of(unit):
+        for matrix in matrices:
             part = view(w, matrix.tensor, unit.start) if last is None else w[: (last - first) * matrix.inputs]
             rows = factors.rows(fold.a, matrix.a), factors.rows(fold.v, matrix.v)
             _add(factors, matrix, part.view(-1, matrix.tensor.shape[1]), rows, fold.step, first)
     if w.dtype != PACKED:
-        for vector in factors.parts.vectors_of(unit):
+        for vector in vectors:
             view(w, vector.tensor, unit.start).copy_(vector_at(factors.now, vector))
 
 

@@ -71,20 +71,23 @@ class Parts:
     start: int  # index of the first factor
     v_start: int
 
-    def matrices_of(self, unit: Unit) -> Iterator[Matrix]:
+    def of(self, unit: Unit) -> tuple[list[Matrix], list[Vector]]:
+        """Those of a unit."""
         inside = {id(tensor.param) for tensor in unit.tensors}
-        return (matrix for matrix in self.matrices if id(matrix.tensor.param) in inside)
+        matrices = [matrix for matrix in self.matrices if id(matrix.tensor.param) in inside]
+        return matrices, [vector for vector in self.vectors if id(vector.tensor.param) in inside]
 
-    def vectors_of(self, unit: Unit) -> Iterator[Vector]:
-        inside = {id(tensor.param) for tensor in unit.tensors}
-        return (vector for vector in self.vectors if id(vector.tensor.param) in inside)
+
+def _trained(layout: Layout) -> dict[int, FlatTensor]:
+    """What the blocks' units train, by the id of its parameter."""
+    return {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
 
 
 def factor_sides(layout: Layout) -> tuple[int, int, int]:
     """(outputs of all matrices, their inputs, elements of all vectors), from shapes alone: for plans."""
-    tensors = {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
-    matrices = [t.shape for t in tensors.values() if len(t.shape) == 2]
-    vectors = sum(t.shape.numel() for t in tensors.values() if len(t.shape) != 2)
+    shapes = [tensor.shape for tensor in _trained(layout).values()]
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    vectors = sum(shape.numel() for shape in shapes if len(shape) != 2)
     return sum(shape[0] for shape in matrices), sum(shape[1] for shape in matrices), vectors
 
 
@@ -105,8 +108,7 @@ def called_layers(blocks: list[nn.Module]) -> Iterator[nn.Module]:
 def find_parts(model: Model | Skeleton, rank: int) -> Parts:
     """The parts of a model; UserError if it has no linear layers, too many other weights, or no matrix with room for
     the rank."""
-    layout = model.layout
-    tensors = {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
+    layout, tensors = model.layout, _trained(model.layout)
     in_spine = {id(t.param): t for t in layout.spine.tensors}
     layers = {id(layer.weight): layer for layer in called_layers(model.blocks)}
     shapes = {i: _sides(layers[i], tensor) for i, tensor in tensors.items() if i in layers}
@@ -116,8 +118,7 @@ def find_parts(model: Model | Skeleton, rank: int) -> Parts:
         if i not in layers:
             places[i] = slice(end, end + tensor.shape.numel())
             end = places[i].stop
-    _check(layout, shapes, [tensors[i] for i in places], end - a_numel)
-    _check_rank(rank, list(shapes.values()))
+    _check(layout, rank, shapes, [tensors[i] for i in places], end - a_numel)
     owners = {id(p): (owner, name) for owner in model.module.modules() for name, p in owner._parameters.items()}
     matrices, a_end, v_end = [], 0, 0
     for i, (inputs, outputs, transposed) in shapes.items():
@@ -137,7 +138,11 @@ def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:
     return (rows, columns, True) if transposed else (columns, rows, False)
 
 
-def _check(layout: Layout, shapes: dict[int, tuple[int, int, bool]], vectors: list[FlatTensor], numel: int) -> None:
+def _check(
+    layout: Layout, rank: int, shapes: dict[int, tuple[int, int, bool]], vectors: list[FlatTensor], numel: int
+) -> None:
+    """With as many terms as the shorter side, V spans all inputs or U all outputs: more terms only cost more. Narrower
+    matrices (k and v beside q) are no reason to refuse."""
     total = sum(unit.numel for unit in layout.of_kind("block"))
     if numel > MOST_VECTORS * total:
         large = max(vectors, key=lambda tensor: tensor.shape.numel())
@@ -156,11 +161,7 @@ def _check(layout: Layout, shapes: dict[int, tuple[int, int, bool]], vectors: li
     if not shapes:
         raise UserError("zo.rank: this model has no linear layers in its blocks that are trained; set zo.rank=null")
 
-
-def _check_rank(rank: int, sides: list[tuple[int, int, bool]]) -> None:
-    """With as many terms as the shorter side, V spans all inputs or U all outputs: more terms only cost more. Narrower
-    matrices (k and v beside q) are no reason to refuse."""
-    most = max(min(inputs, outputs) for inputs, outputs, _ in sides)
+    most = max(min(inputs, outputs) for inputs, outputs, _ in shapes.values())
     if rank > most:
         raise UserError(
             f"zo.rank: found {rank}, and no linear layer in the blocks of this model has a shorter side of more than "
