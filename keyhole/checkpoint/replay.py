@@ -186,7 +186,7 @@ def method_of(header: Header, model: Model) -> ZO:
         tensor.param.requires_grad_(tensor.name not in frozen)
     own: Json = {}
     if header.config.get(f"{METHODS[ZO.row.name].section}.rank") is not None:
-        names = ("rank", "refresh", "fold", "guide", "merge")
+        names = ("rank", "refresh", "fold", "guide")
         own = {name: header.config[f"{METHODS[ZO.row.name].section}.{name}"] for name in names}
     return ZO(
         model,

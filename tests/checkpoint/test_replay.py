@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from keyhole.checkpoint import journal
 from keyhole.checkpoint.replay import replay
-from keyhole.cli import app
 from keyhole.config import TrainConfig, resolve
 from keyhole.errors import NonFinite, UserError
 from keyhole.methods.zo.traits import ZOConfig
@@ -74,15 +72,6 @@ def test_the_weights_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path,
     assert ours == theirs and any("content" in line for line in said)
     for name in ("generation_config.json", "config.json"):
         assert (tmp_path / "again" / name).read_text() == (Path(config.output_dir) / name).read_text()
-
-
-def test_factors_beside_the_model_are_rebuilt_beside_it(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
-    """zo.merge=false: the same files as the run's, and the last line names both."""
-    config, again = run(zo=ZOConfig(rank=2, refresh=2, fold=False, merge=False)), tmp_path / "again"
-    ran = CliRunner().invoke(app, ["replay", str(tiny_model), config.output_dir, str(again), "device=cpu"])
-    assert ran.exit_code == 0 and str(again / "adapter") in ran.output.replace("\n", "")
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        assert same(load_file(again / name), load_file(Path(config.output_dir) / name))
 
 
 def test_any_step_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path) -> None:

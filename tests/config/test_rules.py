@@ -47,7 +47,6 @@ REFUSED = [
     ({"method": "zo", "learning_rate": "auto", "batch_size": 1}, "auto compares two halves of a step's rows"),
     ({"method": "adamw", "placement": "stream"}, "placement=resident"),
     ({"method": "sgd", "wire": "bf16"}, "wire=null"),
-    ({"method": "zo", "zo": ZOConfig(rank=2, merge=False)}, "zo.merge: false needs factors that are kept"),
     ({"method": "lsp", "activations": "none"}, "activations: found `none`; lsp has block | host | auto"),
     ({"method": "zo", "rounding": "kahan"}, "rounding: found `kahan`; zo has stochastic | nearest"),
     ({"method": "lomo", "lomo": LOMOConfig(activations="host")}, "lomo.activations: is `activations` now"),

@@ -59,6 +59,7 @@ DEFAULTS = {
 class ZOConfig(MethodSettings):
     """Zeroth-order (MeZO and others): the gradient is estimated from losses near the weights, forward passes only."""
 
+    gone = {"merge": "a saved model has all factors merged; leave it out"}
     # fmt: off
     estimator: Literal["mezo", "fzoo"] = setting("mezo",
         "From losses to an update (docs/methods.md): pairs; or one-sided, scaled by the spread of losses.")
@@ -91,9 +92,6 @@ class ZOConfig(MethodSettings):
     guide: Count | None = setting(None,
         "zo.rank: number of rows from whose errors, by forward passes, V is found at the start of each period "
         "(docs/methods.md); null = V is random.")
-    merge: bool = setting(True,
-        "zo.fold=false: save the model with all factors merged; false = the factors in adapter/, in peft's format, "
-        "beside a model that holds the rest (trained embedding, head and norms too): load both.")
     # fmt: on
 
     @property
@@ -152,7 +150,6 @@ class ZOConfig(MethodSettings):
         usual, low, fp8, steps = self.usual, self.rank is not None, around.wire == "fp8", around.max_steps or 0
         few = f"found {self.count}; {self.estimator} needs {usual.least} at least, to know a spread"
         spread = f"has no meaning with zo.estimator={self.estimator}, which scales by a spread; leave it out"
-        kept = "false needs factors that are kept; set zo.rank and zo.fold=false, or zo.merge=true"
         full = "finds directions of low rank; set zo.rank=1 (or more), or zo.guide=null"
         searched = "auto searches along random directions; with zo.guide set a number, or zo.guide=null"
         product = "does not go with zo.rank, whose layers have a product of their own; set compile=false"
@@ -160,7 +157,6 @@ class ZOConfig(MethodSettings):
         rules = (
             (self.count < usual.least, "zo.directions", few),
             (self.clip is not None and not usual.clips, "zo.clip", spread),
-            (not self.merge and not self.light, "zo.merge", kept),
             (not low and self.guide is not None, "zo.guide", full),
             (not low and not self.fold, "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"),
             (low and self.guide is not None and around.searches, "learning_rate", searched),
@@ -205,7 +201,7 @@ ZO = Traits(
     journaled=True,
     announces="pages",
     ranks="replicas",
-    may_change=("clip", "fp8_steps", "merge"),
+    may_change=("clip", "fp8_steps"),
     search_steps=SEARCH_STEPS,
     search_passes=3,
 )

@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -147,9 +146,6 @@ class LowRank(Protocol):
 
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
         """A parameter with its factors merged; merged=False: a matrix as it is at home."""
-
-    def write_files(self, path: Path) -> None:
-        """Adds files to a model directory, for what is not part of its weights."""
 
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
         """What is trained beside a parameter's home; None: nothing."""

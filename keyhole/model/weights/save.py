@@ -90,9 +90,8 @@ def write_files(model: Model, path: Path, merged: bool = True) -> None:
         for name, tensor in tensors:
             if name in names:
                 fill(path, files.places[names[name]], tensor)
-    for beside in (model.methods.addon, model.methods.low_rank):
-        if beside is not None:
-            beside.write_files(path)
+    if model.methods.addon is not None:
+        model.methods.addon.write_files(path)
 
 
 def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:

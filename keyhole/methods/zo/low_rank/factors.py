@@ -96,7 +96,7 @@ class Factors:
         assert own.rank is not None and own.distribution is not None
         self.model: Model = weakref.proxy(model)  # which holds this object, by its layers
         self.noise: dict[str, Any] = {"seed": own.seed, "distribution": own.distribution}
-        self.rank, self.refresh, self.folds, self.merges = own.rank, own.refresh, own.fold, own.merge
+        self.rank, self.refresh, self.folds = own.rank, own.refresh, own.fold
         self.rounding = own.rounding
         self.parts: Parts = find_parts(model, own.rank)
         self.units = {unit.index for unit in model.layout.of_kind("block")}

@@ -7,13 +7,11 @@ of a step. What the factors are, and how they are trained, is in factors.py.
     a linear layer of a block         x W^T + (x V) A^T, with the A of each look for its rows
     another module with vectors       norms and other modules whose trained parameters differ by look: called with
                                       those of the look, or look by look
-    the model's own files             the factors are merged into a copy of the weights, or written beside them
-                                      (merge.py)
+    the model's own files             the factors are merged into a copy of the weights (merge.py)
 """
 
 import copy
 import weakref
-from pathlib import Path
 
 import torch
 
@@ -129,11 +127,7 @@ class FactoredLayers(LowRank):
     # -- beside the model's weights --------------------------------------------------------------------------------
 
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
-        return merge.as_saved(self.factors, tensor, home, merged and self.factors.merges)
-
-    def write_files(self, path: Path) -> None:
-        if not self.factors.merges:
-            merge.write_beside(self.factors, path)
+        return merge.as_saved(self.factors, tensor, home, merged)
 
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
         return self.factors.sample(tensor)

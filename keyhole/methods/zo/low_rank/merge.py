@@ -5,26 +5,17 @@
     as_saved     a copy of the matrix with everything that was learned, also within the period, rounded once; the
                  weights at home are not changed
     settle       another method will train the weights: everything is merged into them
-    write_beside not into them at all (zo.merge=false): as a peft adapter beside the base model
 
 The kernel is ops/lowrank/fold.py. Rounding bits are a function of (seed, step, element), so a tile of rows gives those
 of the whole matrix. Bytes in 16 bit: 2 read and 2 written per element, once per period.
-
-An adapter: y = x W^T + (x V) A^T, V [I, K] and A [O, K] of all periods, is LoRA with lora_A = V^T, lora_B = A, and rank
-and alpha k r for k periods. W is not rounded again: the base model stays as it is, except for trained norms, biases,
-embedding and head. Bytes on disk: 4 K (I + O) per matrix.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.lora.adapted_linear import ADAPTER
-from keyhole.methods.lora.adapters import peft_config, write_adapter
 from keyhole.methods.zo.low_rank.factors import Factors, Fold, Rows
 from keyhole.methods.zo.low_rank.parts import Matrix, vector_at
 from keyhole.model.structure.layout import FlatTensor, Unit
@@ -99,20 +90,3 @@ def settle(factors: Factors) -> None:
                 home.copy_(as_saved(factors, tensor, home))
         model.engine.invalidate()
     model.methods.low_rank = None
-
-
-def write_beside(factors: Factors, path: Path) -> None:
-    """Writes path/adapter/; nothing if nothing was learned yet."""
-    params: dict[str, nn.Parameter] = {}
-    targets, rank = [], 0
-    for index, matrix in enumerate(factors.parts.matrices):
-        if (rows := factors.learned(index)) is None:
-            return
-        a_KO, v_KI = rows
-        targets.append(matrix.tensor.name.removesuffix(".weight"))
-        rank = len(a_KO)
-        params[f"{targets[-1]}.lora_A.{ADAPTER}.weight"] = nn.Parameter(v_KI.contiguous())
-        params[f"{targets[-1]}.lora_B.{ADAPTER}.weight"] = nn.Parameter(a_KO.t().contiguous())
-    transposed = any(matrix.transposed for matrix in factors.parts.matrices)
-    own = {"target_modules": sorted(targets), "fan_in_fan_out": transposed, "r": rank, "lora_alpha": float(rank)}
-    write_adapter(path, params, peft_config(factors.model, **own))
