@@ -51,6 +51,10 @@ def test_transformers_computes_what_we_evaluate(merge: bool, tmp_path: Path) -> 
     torch.testing.assert_close(nll_B.sum(), expected, rtol=1e-5, atol=1e-5)
     again = keyhole.load(tmp_path / "out", device="cpu")
     torch.testing.assert_close(again.nll(batch(seed=9))[0], nll_B, rtol=1e-5, atol=1e-5)
+    if not merge:  # the adapter would be added to the weights of a new model in its place; files of the user stay
+        (tmp_path / "out" / "adapter" / "notes.txt").write_text("mine")
+        keyhole.load(config("llama"), init="random", device="cpu").save_pretrained(tmp_path / "out")
+        assert [path.name for path in (tmp_path / "out" / "adapter").iterdir()] == ["notes.txt"]
 
 
 def test_a_state_belongs_to_its_wire(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ other than rows of tokens.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,35 +28,10 @@ from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending, Update
-from keyhole.model.batch import Batch, DeviceBatch, repeated
+from keyhole.model.batch import Batch, repeated
 from keyhole.model.forward.low_rank import NotByRows, Share
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
-
-
-@dataclass(frozen=True)
-class Carried:
-    """A pass: its batch, the looks [first, first + count) that it carries, and the number that the pass of each look
-    would have in a dense step (../looks.py)."""
-
-    batch: DeviceBatch
-    first: int
-    count: int
-    numbers: list[int]
-
-    def share(self) -> Share:
-        rows, length = self.batch.inputs["input_ids"].shape
-        return Share(self.first, self.count, rows * self.count, rows * length * self.count)
-
-
-def carry(looks: Looks, together: bool) -> list[Carried]:
-    """The passes of a step."""
-    size, batches = looks.looks if together else 1, len(looks.batches)
-    return [
-        Carried(batch, first, size, [look * batches + i for look in range(first, first + size)])
-        for first in range(0, looks.looks, size)
-        for i, batch in enumerate(looks.batches)
-    ]
 
 
 class LowRank(Dense):
@@ -89,36 +63,38 @@ class LowRank(Dense):
         self.layers.check()
         for p, pair in enumerate(looks.pairs):
             self.factors.perturb(p, self.perturbation(pair))
-        passes, spines = carry(looks, self.layers.together), self.spines.flatten(0, 1)
+        spines, m, size = self.spines.flatten(0, 1), len(looks.batches), looks.looks if self.layers.together else 1
+        shares, batches = [], []
+        for first in range(0, looks.looks, size):
+            for batch in looks.batches:
+                rows, length = batch.inputs["input_ids"].shape
+                shares.append(Share(first, size, rows * size, rows * length * size))
+                batches.append(repeated(batch, size))
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
             weights = None if unit is None else self._acquire(unit)
             try:
-                for index, one in enumerate(passes):
-                    self.model.binding.bind(unit, weights, spines[one.first])
+                for index, share in enumerate(shares):
+                    self.model.binding.bind(unit, weights, spines[share.first])
                     resume(index)
             finally:
                 if unit is not None:
                     self.model.engine.release(unit.index)
 
-        def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
-            one = passes[index]
-            ids_M = ids_M.chunk(one.count)[0]
+        def rows_of(index: int, ids_M: torch.Tensor) -> torch.Tensor:
+            looked = range(shares[index].first, shares[index].first + size)
+            ids_M = ids_M.chunk(size)[0]
             stale_MH = self.model.table_rows(ids_M)
             if not self.model.layout.table.param.requires_grad:
-                return stale_MH.to(self.model.dtype).repeat(one.count, 1)
+                return stale_MH.to(self.model.dtype).repeat(size, 1)
             self.layers.differ.add(index)
-            looked = range(one.first, one.first + one.count)
             made = {p: self.rows(stale_MH, ids_M, looks.pairs[p]) for p in {look // 2 for look in looked}}
             return torch.cat([made[look // 2][look % 2] for look in looked])
 
-        found: list[torch.Tensor] = [torch.empty(0)] * len(looks.passes)
-        with self.layers.carried({i: one.share() for i, one in enumerate(passes)}, spines):
-            batches = [repeated(one.batch, one.count) for one in passes]
-            for one, hidden in zip(passes, self.model.lockstep(batches, serve, rows, steady=steady), strict=True):
-                for number, part in zip(one.numbers, hidden.chunk(one.count), strict=True):
-                    found[number] = part
-        return found
+        with self.layers.carried(dict(enumerate(shares)), spines):
+            hidden = [x.chunk(size) for x in self.model.lockstep(batches, serve, rows_of, steady=steady)]
+        firsts = range(0, len(hidden), max(1, m))  # the passes of a dense step are numbered by look
+        return [hidden[first + i][look] for first in firsts for look in range(size) for i in range(m)]
 
     def _acquire(self, unit: Unit) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute. Release it afterwards."""

@@ -180,13 +180,14 @@ class Guide:
             raise UserError(f"zo.guide: {path} cannot be read ({error}); {way_on}") from error
         if v.shape != factors.v.shape or v.dtype != factors.v.dtype:
             raise UserError(f"zo.guide: {path} holds {v.dtype} {tuple(v.shape)}, not the directions of this model")
-        own = self._about(v)
-        if about.get("crc32") != own["crc32"]:
-            raise UserError(f"zo.guide: {path} is damaged, its checksum is wrong; {way_on}")
-        if about.get("run") != own["run"]:
-            raise UserError(f"zo.guide: {path} is of another run than the journal; {way_on}")
-        if about.get("period") != own["period"]:
-            raise UserError(f"zo.guide: {path} is of period {about.get('period')}, not {own['period']}; {way_on}")
+        wrong = {
+            "crc32": "is damaged, its checksum is wrong",
+            "run": "is of another run than the journal",
+            "period": f"is of period {about.get('period')}, not {factors.period}",
+        }
+        for name, own in self._about(v).items():
+            if about.get(name) != own:
+                raise UserError(f"zo.guide: {path} {wrong[name]}; {way_on}")
         factors.take_v(v, factors.period)
 
 
