@@ -119,43 +119,27 @@ def test_the_closure_sees_both_sides_and_the_update_follows_their_difference(
     assert opt.step_count == 2
 
 
-def test_what_is_no_number_is_refused(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
-    """And the model is as before."""
+def test_what_cannot_be_a_loss_is_refused(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
+    """What is no number, and what does not see the perturbed weights (the module's own forward, a part of it, weights
+    that are read, a number from outside): every step would find a slope of 0. The model is as before."""
     model = loaded(tiny_model)
-    opt = keyhole.ZO(model, 1e-3)
-    for wrong, says in ((lambda: "x", "found a str"), (lambda: torch.zeros(2), "shape"), (lambda: None, "NoneType")):
-        with pytest.raises(UserError, match=says):
-            opt.step(wrong)
-    with pytest.raises(UserError, match="do not nest"):
-        opt.step(lambda: opt.step(lambda: 1.0))
-    assert model.device_weights.lens is None and torch.isfinite(opt.step(batch))
-
-
-def test_what_does_not_see_the_perturbed_weights_is_refused(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
-    """The module itself would give the same number at every look: a step that moves nothing, in silence."""
-    model = loaded(tiny_model)
-    opt = keyhole.ZO(model, 1e-3)
-    with pytest.raises(UserError, match="the module's own forward does not see the perturbed weights"):
-        opt.step(lambda: model.module(**batch).loss)
-    with pytest.raises(UserError, match="closure: steps do not nest"):
-        opt.step(lambda: keyhole.LOMO(model, 1e-3).step(batch))
-    opt.step(batch)
-
-
-def test_a_closure_that_evaluates_nothing_is_refused(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
-    """A part of the module, weights that are read and a number from outside do not see the perturbed weights: every
-    step would find a slope of 0, and train nothing."""
-    model = loaded(tiny_model)
-    zo, start = keyhole.ZO(model, 1e-3), weights(model)
-    for closure in (
-        lambda: 3.0,
-        lambda: model.module.lm_head(torch.ones(1, model.config.hidden_size)).sum(),
-        lambda: sum(float(param.detach().sum()) for param in model.module.parameters()),
+    opt, start = keyhole.ZO(model, 1e-3), weights(model)
+    for closure, says in (
+        (lambda: "x", "found a str"),
+        (lambda: torch.zeros(2), "shape"),
+        (lambda: None, "NoneType"),
+        (lambda: opt.step(lambda: 1.0), "do not nest"),
+        (lambda: keyhole.LOMO(model, 1e-3).step(batch), "closure: steps do not nest"),
+        (lambda: model.module(**batch).loss, "the module's own forward does not see the perturbed weights"),
+        (lambda: 3.0, "evaluated nothing at the perturbed weights"),
+        (lambda: model.module.lm_head(torch.ones(1, model.config.hidden_size)).sum(), "evaluated nothing"),
+        (lambda: sum(float(param.detach().sum()) for param in model.module.parameters()), "evaluated nothing"),
     ):
-        with pytest.raises(UserError, match="evaluated nothing at the perturbed weights"):
-            zo.step(closure)
-    assert zo.step_count == 0 and all(torch.equal(start[name], one) for name, one in weights(model).items())
-    zo.step(lambda: mean_nll(model, batch))
+        with pytest.raises(UserError, match=says):
+            opt.step(closure)
+    assert model.device_weights.lens is None and all(torch.equal(start[name], one) for name, one in weights(model).items())
+    assert opt.step_count == 0 and torch.isfinite(opt.step(batch))
+    opt.step(lambda: mean_nll(model, batch))
 
 
 @pytest.mark.parametrize("how", [{}, {"placement": "stream"}])

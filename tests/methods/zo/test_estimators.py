@@ -173,21 +173,11 @@ def test_the_plan_knows_the_passes() -> None:
     assert found.activations > pair.activations and found.perturbed == pair.perturbed + spine
 
 
-def test_no_more_memory_than_two_units_and_the_spines() -> None:
-    """As the plan counts them."""
+def test_looks_are_as_planned_and_said() -> None:
+    """Defaults differ from estimator to estimator, so a run says which it took."""
+    rule = "estimator: fzoo, 7 directions (rademacher), eps 0.001: 8 forward passes per step"
+    assert keyhole.ZO(load(), estimator="fzoo").describe()[0].startswith(rule)
     for estimator, pairs in (("mezo", 3), ("fzoo", 2)):
         opt = keyhole.ZO(load(), estimator=estimator, directions=3)
         assert opt.directions.spines.shape[0] == pairs == DEFAULTS[estimator].pairs(3) == len(opt.estimator.pairs)
         assert DEFAULTS[estimator].passes(3) == sum(pair.looks for pair in opt.estimator.pairs)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, "mezo, 1 direction (gaussian), eps 0.001: 2 forward passes per step"),
-        ({"estimator": "fzoo"}, "fzoo, 7 directions (rademacher), eps 0.001: 8 forward passes per step"),
-    ],
-)
-def test_the_start_block_has_the_rule(settings: dict[str, Any], said: str) -> None:
-    """Defaults differ from estimator to estimator, so a run says which it took."""
-    assert keyhole.ZO(load(), **settings).describe()[0].startswith(f"estimator: {said}")
