@@ -13,6 +13,7 @@ cannot be called look by look), the model is a classifier, its head has layers, 
 other than rows of tokens.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -164,5 +165,12 @@ class LowRank(Dense):
         saved.from_state(self.factors, state, steps)
 
     def learned_beside(self, state: Mapping[str, Any]) -> FactoredLayers | None:
-        factors = saved.saved(self.factors, state)
-        return None if factors is None else self.layers.with_factors(factors)
+        """The same layers with the factors of a checkpoint; the model does not use them."""
+        steps, own = int(state["step_count"]), self.factors
+        if steps % own.refresh == 0 and "kept" not in state:
+            return None
+        twin, factors = copy.copy(self.layers), copy.copy(own)
+        factors.now, factors.v = torch.empty_like(own.now), torch.empty_like(own.v)
+        saved.from_state(factors, state, steps, homes=False)
+        twin.factors = factors
+        return twin

@@ -10,7 +10,6 @@ of a step. What the factors are, and how they are trained, is in factors.py.
     the model's own files             the factors are merged into a copy of the weights (merge.py)
 """
 
-import copy
 import weakref
 
 import torch
@@ -134,9 +133,3 @@ class FactoredLayers(LowRank):
 
     def settle(self) -> None:
         merge.settle(self.factors)
-
-    def with_factors(self, factors: Factors) -> "FactoredLayers":
-        """The same layers with other factors, such as those of a checkpoint. The model does not use them."""
-        twin = copy.copy(self)
-        twin.factors = factors
-        return twin

@@ -18,7 +18,6 @@ of its run. A method that is then made on the model gets everything folded into 
 of this: its output directory holds an ordinary model.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -110,17 +109,6 @@ def check_guide(factors: Factors, state: Mapping[str, Any], guided: bool) -> Non
     if (found and not guided) or (drawn and guided):
         was = "found from data" if found else "random"
         raise UserError(f"zo.guide: the directions of the state are {was}; zo.guide must be as it was")
-
-
-def saved(factors: Factors, state: Mapping[str, Any]) -> Factors | None:
-    """The factors of a checkpoint, beside those of the run; None if its weights contain everything."""
-    steps = int(state["step_count"])
-    if steps % factors.refresh == 0 and "kept" not in state:
-        return None
-    twin = copy.copy(factors)
-    twin.now, twin.v = torch.empty_like(factors.now), torch.empty_like(factors.v)
-    from_state(twin, state, steps, homes=False)
-    return twin
 
 
 def replay(
