@@ -137,7 +137,9 @@ def test_what_cannot_be_a_loss_is_refused(tiny_model: Path, batch: dict[str, tor
     ):
         with pytest.raises(UserError, match=says):
             opt.step(closure)
-    assert model.device_weights.lens is None and all(torch.equal(start[name], one) for name, one in weights(model).items())
+    assert model.device_weights.lens is None and all(
+        torch.equal(start[name], one) for name, one in weights(model).items()
+    )
     assert opt.step_count == 0 and torch.isfinite(opt.step(batch))
     opt.step(lambda: mean_nll(model, batch))
 
