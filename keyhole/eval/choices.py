@@ -106,7 +106,7 @@ class ClassScore:
     chance: float | None
     loss: float
     truncated: int
-    predictions: list[Any] = field(repr=False)
+    predictions: list[int] | list[float] = field(repr=False)
 
 
 def score_classes(model: Model, task: Task, *, max_length: int | None = None, **options: Any) -> ClassScore:

@@ -30,6 +30,7 @@ from keyhole.model.model import Model
 from keyhole.ranks import Ranks
 
 MOST_ROWS = 64
+Watch = Callable[[list[list[int]]], Iterable[list[int]]]  # iterates over the batches, with a progress bar
 PLAIN = {"do_sample": False, "num_beams": 1}  # greedy; the model's own generation_config.json is then put aside
 
 
@@ -41,7 +42,7 @@ def generate_answers(
     stop: Sequence[str] = (),
     max_length: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    watch: Callable[[list[Any]], Iterable[Any]] = iter,
+    watch: Watch = iter,
 ) -> tuple[list[str], int]:
     """The answers in the order of the questions, and how many prompts were cut."""
     longest = max_length or context_length(model.config)
@@ -68,7 +69,7 @@ def continue_prompts(
     max_new_tokens: int,
     stop: Sequence[str] = (),
     batch_tokens: int = BATCH_TOKENS,
-    watch: Callable[[list[Any]], Iterable[Any]] = iter,
+    watch: Watch = iter,
     settings: dict[str, Any] | None = None,
     apart: bool = False,
 ) -> list[str]:
@@ -129,7 +130,7 @@ def text_after(tokenizer: Any, before: list[int], ids: list[int]) -> str:
 
 
 @contextmanager
-def _without_own(module: Any) -> Iterator[None]:
+def _without_own(module: torch.nn.Module) -> Iterator[None]:
     """Puts the model's generation settings aside: every one that a call does not give would be filled in from them."""
     own, module.generation_config = module.generation_config, GenerationConfig()
     try:
@@ -145,7 +146,7 @@ class _Stops(StoppingCriteria):
         self.tokenizer, self.stop, self.width = tokenizer, stop, width
         self.tail = max(map(len, stop)) + 4  # tokens; each has at least one character, except pieces of one
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.FloatTensor, **options: object) -> torch.Tensor:
         made = input_ids[:, max(self.width, input_ids.shape[1] - self.tail) :]
         texts = self.tokenizer.batch_decode(made, clean_up_tokenization_spaces=False)
         found = [any(word in text for word in self.stop) for text in texts]

@@ -109,7 +109,7 @@ def confine(directory: str, seconds: float, memory_bytes: int) -> None:
         _seccomp(libc)
 
 
-def _landlock(libc: Any, directory: str) -> None:
+def _landlock(libc: ctypes.CDLL, directory: str) -> None:
     version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         return
@@ -123,7 +123,7 @@ def _landlock(libc: Any, directory: str) -> None:
     os.close(rules)
 
 
-def _seccomp(libc: Any) -> None:
+def _seccomp(libc: ctypes.CDLL) -> None:
     """A filter that returns EPERM for the system calls above, and ends a process of another architecture."""
     machine = platform.machine()
     if machine not in ARCH:
@@ -145,18 +145,18 @@ def _seccomp(libc: Any) -> None:
     libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0)
 
 
-def hook(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
+def hook(directory: str) -> Callable[[str, tuple[object, ...]], None]:
     """The audit hook: PermissionError for operations that a function under test does not need."""
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     left = [MOST_WRITES]
 
-    def is_inside(path: Any) -> bool:
+    def is_inside(path: object) -> bool:
         text = path.decode("utf-8", "replace") if isinstance(path, bytes) else path if isinstance(path, str) else None
         if text is None:
             return path is None or isinstance(path, int)  # an open descriptor
         return ".." not in text.split("/") and (not text.startswith("/") or f"{text}/".startswith(f"{directory}/"))
 
-    def watch(event: str, args: tuple[Any, ...]) -> None:
+    def watch(event: str, args: tuple[object, ...]) -> None:
         if event.startswith(REFUSED):
             raise PermissionError(f"{event} is refused")
         if event == "open" and isinstance(args[0], str | bytes) and os.fsdecode(args[0]).startswith("/proc"):

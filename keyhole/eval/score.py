@@ -42,7 +42,7 @@ class AnswerScore:
     metrics: dict[str, float]
     truncated: int
     answers: list[str]
-    verdicts: list[Any]
+    verdicts: list[dict[str, float]]
     shortened: int | None = None
 
 
