@@ -37,7 +37,7 @@ from keyhole.model.weights.format import Wire
 from keyhole.plan.fit import Costs, fit
 from keyhole.plan.measure import measure as measure_rates
 from keyhole.plan.placement import USABLE
-from keyhole.plan.profiles import profile
+from keyhole.plan.seconds import profile
 from keyhole.plan.table import Question, make_row
 
 RECORDS = Path(__file__).parent / "records"

@@ -3,7 +3,7 @@
     python scripts/recipe_plans.py            the table of docs/recipes.md
     python scripts/recipe_plans.py --write    the same into docs/recipes.md, and a line of it into each recipe
 
-A recipe NAME-8gb is planned for the profile of an 8 GB card (keyhole/plan/profiles.py) within its own gpu_memory. The
+A recipe NAME-8gb is planned for the profile of an 8 GB card (keyhole/plan/seconds.py) within its own gpu_memory. The
 models' shapes stand here, as their publishers' config.json files have them, so that nothing is fetched.
 tests/test_recipes.py compares recipes and page with today's planner.
 """

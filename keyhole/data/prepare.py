@@ -9,7 +9,7 @@ settings and the tokenizer or the task file, the versions of the libraries that 
 Reading and hashing a file is some hundred times faster than tokenising it. Packing and mixing are done after reading,
 so they share an entry.
 
-By default entries are in the user's cache directory (disk/user_cache.py), for files of 64 KiB and more, and errors with
+By default entries are in the user's cache directory (disk/files.py), for files of 64 KiB and more, and errors with
 them are ignored. A directory that the user names must be writable. An entry is an .npz of arrays, one of which is JSON;
 one whose checksums do not match is rebuilt. Nothing is written if a file has changed since its bytes
 were hashed. Hub ids are not cached here: `datasets` has its own cache.
@@ -37,8 +37,7 @@ from keyhole.data.settings import DataSettings
 from keyhole.data.sources import read, remarks, resolve
 from keyhole.data.tokenizer import Tokenizer, content_of, pad_token_id, unknown_id
 from keyhole.data.tokens import Renderer
-from keyhole.disk.files import open_regular, replacing
-from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files, trim, versions
+from keyhole.disk.files import cache_directory, digest_of_code, digest_of_files, open_regular, replacing, trim, versions
 from keyhole.errors import UserError, listed
 from keyhole.machine.progress import tell
 

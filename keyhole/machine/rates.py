@@ -9,7 +9,7 @@
     called          seconds of the host for one operation in a block's forward pass, called from Python: its modules and
                     autograd's record of it included
 
-They are measured (plan/measure.py) or estimated from data sheets (plan/profiles.py); `measured` says which. This file
+They are measured (plan/measure.py) or estimated from data sheets (plan/seconds.py); `measured` says which. This file
 does not import torch.
 """
 

@@ -4,8 +4,8 @@ placement.py   where a model lives: reads the budget, refuses what cannot fit, a
 fit.py         the cut into units, and which of them stay on the device
 table.py       every method x placement x wire for `keyhole plan`
 advice.py      which row to choose, and which changes would make a run fit
-seconds.py     from FLOPs and bytes to seconds, by the rates of a machine
-measure.py     the rates of this machine, kept from one call to the next; profiles.py: of other machines
+seconds.py     from FLOPs and bytes to seconds, by the rates of a machine; common machines by name
+measure.py     the rates of this machine, kept from one call to the next
 dtype.py       which dtype a model is computed in
 
 The byte formulas are beside the code they describe: model/forward/memory.py, model/backward/memory.py, and memory.py

@@ -34,7 +34,7 @@ from keyhole.methods.traits import Traits
 from keyhole.methods.workload import Workload
 from keyhole.model.weights.format import Wire, bytes_per_element
 from keyhole.plan.measure import known
-from keyhole.plan.profiles import PROFILES
+from keyhole.plan.seconds import PROFILES
 from keyhole.plan.table import Question, Row, plan_row
 
 NEAR = 1.05

@@ -12,7 +12,7 @@
 Each is the best of a few rounds, the first of which warms up. What the host needs to launch a kernel is a constant
 (machine/rates.py): it decides below 3B alone, where a plan is right within a factor of two.
 
-The result is kept in the user's cache (disk/user_cache.py), by GPU, CPU, cores and version of torch. If the file cannot
+The result is kept in the user's cache (disk/files.py), by GPU, CPU, cores and version of torch. If the file cannot
 be read, the machine is measured again; a failure to write it is said. `known` never measures:
 a run that starts uses it.
 """
@@ -27,16 +27,15 @@ from pathlib import Path
 
 import torch
 
-from keyhole.disk.files import make_directories, write_text
+from keyhole.disk.files import cache_directory, make_directories, write_text
 from keyhole.disk.json_text import read_json
-from keyhole.disk.user_cache import cache_directory
 from keyhole.errors import UserError
 from keyhole.machine.host import cpu_count, host_memory
 from keyhole.machine.probe import cpu_name, link_speed, workspace_bytes
 from keyhole.machine.rates import VERSION, Rates
 from keyhole.machine.sizes import MIB
 from keyhole.ops.adam import host_adamw_
-from keyhole.plan.profiles import profile_of
+from keyhole.plan.seconds import profile_of
 
 ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 ROUND_S = 0.05

@@ -5,7 +5,7 @@ length, dtype, steps, and the settings of every method; settings alone (model=DI
 numbers of the machine or of the config:
 
     --gpu, --ram SIZE    bytes that may be used           --link RATE     bytes/s, each way
-    --tokens BxT         samples x tokens of a batch      --machine NAME  one of plan/profiles.py, or here
+    --tokens BxT         samples x tokens of a batch      --machine NAME  one of plan/seconds.py, or here
 
 Importing torch and transformers takes seconds and measuring a machine a minute, so this file does neither and checks
 all arguments first (tests/training/test_start.py checks which modules are imported when an error is reported).
@@ -26,7 +26,7 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import Bytes
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
-from keyhole.plan.profiles import profile
+from keyhole.plan.seconds import profile
 
 HERE = "here"
 DEFAULT = {"batch_size": 4, "max_length": 1024, "max_steps": 1000}

@@ -2,7 +2,7 @@
 
 The arguments have been checked before (plan_request.py). The machine is, in this order:
 
-    --machine NAME   an estimate (plan/profiles.py)
+    --machine NAME   an estimate (plan/seconds.py)
     here             if there is a GPU: measured once and kept (plan/measure.py)
     --gpu SIZE       without a GPU here: the smallest known machine that has this much GPU memory
     here             the CPU alone
@@ -28,8 +28,7 @@ from keyhole.model.model import Model
 from keyhole.plan.dtype import AUTO, NAMES
 from keyhole.plan.measure import known, rates_of
 from keyhole.plan.placement import USABLE
-from keyhole.plan.profiles import PROFILES
-from keyhole.plan.seconds import step_seconds, trust
+from keyhole.plan.seconds import PROFILES, step_seconds, trust
 from keyhole.plan.table import Question, process_bytes
 from keyhole.report.story import Planned
 from keyhole.training.plan_request import DEFAULT, PlanRequest

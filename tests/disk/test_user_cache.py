@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.disk.user_cache import cache_directory, digest_of_files, trim
+from keyhole.disk.files import cache_directory, digest_of_files, trim
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.profiles import profile
-from keyhole.plan.seconds import step_seconds, trust
+from keyhole.plan.seconds import profile, step_seconds, trust
 from keyhole.plan.table import Question, make_row, process_bytes
 
 MODULES: dict[str, Any] = {}

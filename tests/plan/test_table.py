@@ -22,8 +22,7 @@ from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan import advice, measure, placement
-from keyhole.plan.profiles import PROFILES, profile_of
-from keyhole.plan.seconds import step_seconds
+from keyhole.plan.seconds import PROFILES, profile_of, step_seconds
 from keyhole.plan.table import PLACEMENTS, Question, plan_row, rows
 from tests.matrix import in_every_run
 

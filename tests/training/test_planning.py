@@ -13,7 +13,7 @@ from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.plan import measure
-from keyhole.plan.profiles import PROFILES
+from keyhole.plan.seconds import PROFILES
 from keyhole.training.plan_request import check_plan
 from keyhole.training.planning import ask
 from keyhole.training.start import train

@@ -20,7 +20,7 @@ from keyhole.model.forward.low_rank import NotByRows, Share
 from keyhole.model.structure import find
 from keyhole.model.weights.format import Wire
 from keyhole.ops.loss import RunningNLL
-from keyhole.plan.profiles import PROFILES
+from keyhole.plan.seconds import PROFILES
 from tests.families.checks import small_stacks
 from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
