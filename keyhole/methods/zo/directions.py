@@ -249,7 +249,7 @@ class Dense:
 
 
 class AtLook:
-    """The weights of a model at one look, as a lens (model/forward/device_weights.py)."""
+    """The weights of a model at one look, as a lens (model/forward/binding.py)."""
 
     def __init__(self, directions: Dense, number: int, pair: Pair, side: int) -> None:
         self.directions, self.number, self.pair, self.side = directions, number, pair, side

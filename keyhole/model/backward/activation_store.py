@@ -102,9 +102,13 @@ class KeptBlocks:
         numel = HIDDEN * model.layout.table.shape[1] + WIDE * model.layout.widest
         self.bytes_per_token = model.dtype.itemsize * numel
 
+    @property
+    def possible(self) -> bool:  # a streamed block has moved by its backward pass
+        return self.model.device.type == "cuda" and not self.model.engine.streamed
+
     def has_room(self, tokens: int) -> bool:
         """Whether a recording of one block can keep its activations of this number of tokens."""
-        if self.model.device.type != "cuda" or self.model.engine.streamed:
+        if not self.possible:
             return False
         _, total = torch.cuda.mem_get_info(self.model.device)
         total = total if self.spare.budget_bytes is None else self.spare.budget_bytes
@@ -113,7 +117,7 @@ class KeptBlocks:
     def first_kept(self, tokens: int) -> float:
         """The first block that keeps its graph in a step on this number of tokens."""
         model = self.model
-        if model.device.type != "cuda" or model.engine.streamed:  # a streamed block has moved by its backward pass
+        if not self.possible:
             return math.inf
         if tokens not in self.room:
             self.room[tokens] = math.nan

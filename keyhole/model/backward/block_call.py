@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from keyhole.errors import UserError
 
 Values = list[Any]
-Result = tuple[Any, list[dict[Any, Any]]]
-"""What a block returns, and what it writes into each of its mappings."""
+Result = tuple[Any, list[dict[Any, Any]]]  # What a block returns, and what it writes into each of its mappings.
 WHOLE = "use zo, or a baseline (adamw, sgd), which differentiates the model as a whole"
 
 
@@ -32,8 +31,8 @@ class _Place:
     index: int
 
 
+# Arguments of a block that no block can leave a tensor in.
 KNOWN = torch.Tensor | None | bool | int | float | str | torch.dtype | torch.device | _Place
-"""Arguments of a block that no block can leave a tensor in."""
 
 
 class BlockCall:

@@ -37,8 +37,7 @@ from keyhole.model.structure.find import Experts
 from keyhole.model.structure.layout import FlatTensor, Unit
 
 Units = list[list[Unit]] | None
-Matrix = tuple[torch.Tensor, torch.Tensor]
-"""A matrix as stored, and in the dtype of compute."""
+Matrix = tuple[torch.Tensor, torch.Tensor]  # A matrix as stored, and in the dtype of compute.
 
 
 class ExpertGradients:

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from keyhole.model.forward.hooks import replaced_forwards
 
+# (weight, dy_MO, x_MI, used_once) -> whether it accepts. used_once: no other call in the block uses the weight.
 Receiver = Callable[[nn.Parameter, torch.Tensor, torch.Tensor, bool], bool]
-"""(weight, dy_MO, x_MI, used_once) -> whether it accepts. used_once: no other call in the block uses the weight."""
 
 
 class Run:

@@ -41,22 +41,20 @@ from keyhole.model.recorder import Recorder
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.weights.homes import view
 
-Found = tuple[FlatTensor, torch.Tensor, torch.Tensor]
-"""(tensor, its weights, its gradient)"""
+Found = tuple[FlatTensor, torch.Tensor, torch.Tensor]  # (tensor, its weights, its gradient)
 
 
 @dataclass(frozen=True)
 class SinkPolicy:
     """How a sink takes gradients."""
 
+    # It is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight, and sums them
+    # itself; else only products that are the complete gradient.
     accumulates: bool = False
-    """It is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight, and sums them
-    itself; else only products that are the complete gradient."""
-    by_factors: bool = False
-    """It takes products of linear layers as (dy, x), never as a tensor."""
+    by_factors: bool = False  # It takes products of linear layers as (dy, x), never as a tensor.
+    # Each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); else a stack is one
+    # tensor.
     by_expert: bool = False
-    """Each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); else a stack is one
-    tensor."""
 
 
 class Sink:
@@ -69,7 +67,7 @@ class Sink:
     def update_key(self) -> Hashable | None:
         """What the launches of `gradient` depend on besides addresses, if they are our own kernels at fixed addresses
         and all values that change from step to step are on the device; they may then be captured as a CUDA graph
-        (unit_gradients.py). None: they may not."""
+        (`UnitGradients`). None: they may not."""
         return None
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:

@@ -55,8 +55,8 @@ from keyhole.model.backward.compiled import Compiled, Saved
 from keyhole.model.forward.hooks import replaced_forwards
 
 RunAgain = Callable[[Callable[[], Any]], Any]
+# Where an input came from: an output of a block, by its index among the outputs, or a graph between blocks.
 Origin = tuple["Visit", int] | torch.Tensor
-"""Where an input came from: an output of a block, by its index among the outputs, or a graph between blocks."""
 
 
 class Recorded(Protocol):
@@ -270,13 +270,10 @@ class Keeping:
     """What the visits of a step keep, decided once per step."""
 
     store: ActivationStore
-    first_kept: float = math.inf
-    """This block and later ones keep their graphs."""
+    first_kept: float = math.inf  # This block and later ones keep their graphs.
     compiled: Compiled | None = None
-    recorded: Recorded | None = None
-    """Blocks are small, and may run as CUDA graphs."""
-    may_draw: bool = True
-    """Whether some module is in training mode, and may draw random numbers."""
+    recorded: Recorded | None = None  # Blocks are small, and may run as CUDA graphs.
+    may_draw: bool = True  # Whether some module is in training mode, and may draw random numbers.
 
     def visit(self, block: int, index: int, module: nn.Module, call: BlockCall) -> Visit:
         """A visit that keeps what it needs."""

@@ -23,8 +23,8 @@ from keyhole.model.batch import Batch, DeviceBatch, check_tokens
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningChoice, RunningNLL
 
+# (hidden states of all passes, spine) -> one result per pass; called within the sweep.
 Result = Callable[[list[torch.Tensor], torch.Tensor], list[Any]]
-"""(hidden states of all passes, spine) -> one result per pass; called within the sweep."""
 
 
 def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -30,10 +30,8 @@ from torch.nn import functional as F
 from keyhole.model.structure.find import Experts
 from keyhole.model.structure.layout import Unit
 
-Routed = tuple[int, torch.Tensor, torch.Tensor]
-"""(expert, its tokens, which of each token's k choices it is)."""
-Weigh = Callable[[int], torch.Tensor]
-"""0: up, 1: down -> the expert's matrix, valid until the next call."""
+Routed = tuple[int, torch.Tensor, torch.Tensor]  # (expert, its tokens, which of each token's k choices it is).
+Weigh = Callable[[int], torch.Tensor]  # 0: up, 1: down -> the expert's matrix, valid until the next call.
 
 
 def compute_by_expert(model: Any) -> None:

@@ -34,8 +34,7 @@ from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import Unit
 
-Conductor = Lockstep | Generation
-"""Decides what parameters point to while passes run, of several passes or of one."""
+Conductor = Lockstep | Generation  # Decides what parameters point to while passes run, of several passes or of one.
 
 
 def install_hooks(model: Any) -> None:

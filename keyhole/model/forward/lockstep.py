@@ -72,7 +72,7 @@ class Lockstep:
         self.current: Any = None
         self.rows: Any = None  # the embedding's rows for a pass, if they are not the table's
         self.block_at_once = self.steady = False
-        self.streams: dict[int, torch.cuda.Stream] = {}  # of passes that do not use the conductor's (branches.py)
+        self.streams: dict[int, torch.cuda.Stream] = {}  # of passes that do not use the conductor's (captured.py)
         self.expect: Callable[[list[Unit]], None] = lambda units: None  # called with the experts that passes will need
 
     def run(self, runs: list[Callable[[], T]], serve: Serve) -> list[T]:
