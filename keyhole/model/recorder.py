@@ -156,17 +156,17 @@ class Recorder:
         """Whether the tensor is in static memory."""
         return tensor.data_ptr() in self.fixed
 
+    def place_of(self, owner: Hashable, i: int, value: torch.Tensor) -> torch.Tensor:
+        """Static memory for input i, with this value in it. owner: inputs of other owners lie elsewhere."""
+        key = (owner, i, value.shape, value.stride(), value.dtype)
+        if key not in self.places:
+            self.places[key] = _Place(value)
+            self.fixed.add(self.places[key].memory.data_ptr())
+        return self.places[key].take(value)
+
     def copy_in(self, owner: Hashable, values: Values) -> Values:
-        """The values with their tensors in static memory. owner: values of other owners lie elsewhere."""
-        found = list(values)
-        for i, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                key = (owner, i, value.shape, value.stride(), value.dtype)
-                if key not in self.places:
-                    self.places[key] = _Place(value)
-                    self.fixed.add(self.places[key].memory.data_ptr())
-                found[i] = self.places[key].take(value)
-        return found
+        """The values with their tensors in static memory."""
+        return [self.place_of(owner, i, v) if isinstance(v, torch.Tensor) else v for i, v in enumerate(values)]
 
 
 # -- values with tensors in them --------------------------------------------------------------------------------------

@@ -164,10 +164,11 @@ class RecordedBlocks(Recorder):
     def _static(self, visit: KeptInputs) -> Values:
         """The visit's inputs in static memory. What has a gradient, such as the hidden states, has a place of the
         block's own if activations may be kept: the block's graph reads it in the backward pass."""
-        owner = (visit.index, visit.block if self.kept is not None else 0)
-        own = self.copy_in(owner, [v if i in visit.origins else None for i, v in enumerate(visit.values)])
-        rest = self.copy_in(visit.index, [None if i in visit.origins else v for i, v in enumerate(visit.values)])
-        return [mine if i in visit.origins else rest[i] for i, mine in enumerate(own)]
+        own, static = (visit.index, visit.block if self.kept is not None else 0), list(visit.values)
+        for i, value in enumerate(static):
+            if isinstance(value, torch.Tensor):
+                static[i] = self.place_of(own if i in visit.origins else visit.index, i, value)
+        return static
 
     def _record_forward(self, visit: KeptInputs, key: tuple) -> Any:
         """Runs a block eagerly, and captures it: if there is room, together with its autograd graph."""

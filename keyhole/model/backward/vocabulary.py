@@ -7,6 +7,10 @@
                too (tied), the head's part is added: its logits are computed a third time, so that the gradient of the
                full vocabulary never exists.
 
+If the head is resident and few tokens are trained (one-word answers, short batches), the logits of the loss are kept
+with their graph, at most KEPT_BYTES of them, and nothing is computed again: the same bits, with a third of the
+launches.
+
 A vocabulary of one chunk uses torch's own cross entropy, with the same bits.
 Legend: N trained tokens of a pass, M all tokens of a pass, H width, R rows of a chunk of the vocabulary.
 """
@@ -28,7 +32,9 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
+KEPT_BYTES = 64 * 2**20  # of logits, in float32
 Grad = torch.Tensor | None
+Logits = tuple[torch.Tensor, list[Grad]]  # [N, R] with their graph, and its leaves: hidden states, rows, bias
 
 
 class VocabularyGradients:
@@ -47,6 +53,7 @@ class VocabularyGradients:
         self.scales: list[torch.Tensor] = []  # d loss / d nll of tokens: a scalar, or [N]
         self.embedded: list[tuple[torch.Tensor, nn.Parameter]] = []  # ids [M] and rows [M, H] that a pass looked up
         self.labels: list[torch.Tensor] = []  # labels of a classifier, per pass
+        self.kept: dict[tuple[int, int], Logits] = {}  # by unit and pass
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
         """[M, H] rows of the table for a pass, as a leaf if they are trained. (A pass may look up twice.)"""
@@ -66,7 +73,7 @@ class VocabularyGradients:
     def drop_hidden(self) -> None:
         """After the last gradient of the head. (A tied head's is computed with the embedding's.)"""
         if not self.layout.tied:
-            self.hidden = []
+            self.hidden, self.kept = [], {}
 
     @torch.no_grad()
     def loss(
@@ -85,12 +92,47 @@ class VocabularyGradients:
             self.labels = [b.target_N for b in batches]
             nll = [self.model.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
         else:
-            self.running = after_the_head(self.model, self.hidden, batches, spine)
+            self.running = self._running(batches)
             nll = [one.nll_N() for one in self.running]
         losses = list(zip([b.loss for b in batches], nll, strict=True))
         self.weights = [loss.weights(nll_N) for loss, nll_N in losses]
         total = torch.stack([loss.total(nll_N) for loss, nll_N in losses]).sum() / self.loss_count
         return total if weight == 1.0 else total * weight
+
+    def _running(self, batches: list[DeviceBatch]) -> list[RunningNLL]:
+        """The loss of every trained token, per pass; the logits are kept if they are few."""
+        if not self._keeps_logits():
+            return after_the_head(self.model, self.hidden, batches, self.spine)
+        running = [RunningNLL(b.target_N) for b in batches]
+        for unit, _, weight_RH in self._visited(self.layout.head_units, changes=False):
+            wants = (True, unit.tensors[0].param.requires_grad, True)
+            for p, (state, hidden_NH) in enumerate(zip(running, self.hidden, strict=True)):
+                self.kept[unit.index, p] = made = self._logits(unit, weight_RH, hidden_NH, wants)
+                state.add(made[0].detach(), unit.span[0])
+        return running
+
+    def _keeps_logits(self) -> bool:
+        """Whether the head is resident, in the dtype of compute, and its logits are few."""
+        model, placed = self.model, self.model.placed
+        moves = any(unit.index in model.engine.streamed for unit in self.layout.head_units) or model.sharded
+        converts = model.formats.plain != model.dtype or model.formats.codec is not None or model.lens is not None
+        budgeted = placed is not None and placed.budget_bytes is not None
+        counts = [hidden_NH.shape[0] for hidden_NH in self.hidden]
+        few = 4 * sum(counts) * self.layout.table.shape[0] <= KEPT_BYTES and max(counts) <= HEAD_TOKENS
+        return few and not (moves or converts or budgeted)
+
+    def _logits(
+        self, unit: Unit, weight_RH: torch.Tensor, hidden_NH: torch.Tensor, wants: tuple[bool, bool, bool]
+    ) -> Logits:
+        """Logits of a chunk; wants: which leaves need gradients. The rows may be updated once the gradient of the
+        hidden states is computed: their own gradient does not need them, so autograd must not track their version
+        (`.data`)."""
+        self.model.binding.bind_head(unit, weight_RH.flatten(), self.spine)
+        head, bias = self.model.head, self.model.head.linear.bias
+        x, leaf = hidden_NH.detach().requires_grad_(wants[0]), nn.Parameter(weight_RH.data, requires_grad=wants[1])
+        own_bias = None if bias is None else nn.Parameter(bias.data, requires_grad=wants[2])
+        with torch.enable_grad(), head.holding(leaf, own_bias):
+            return head.logits(x), [x, leaf, own_bias]
 
     def restart(self, loss_scale: float) -> None:
         """Prepares a backward pass of loss_scale * loss."""
@@ -149,18 +191,12 @@ class VocabularyGradients:
                 self.model.engine.commit(unit.index)
 
     def _head_grads(self, unit: Unit, p: int, weight_RH: torch.Tensor, wants: tuple[bool, bool, bool]) -> Any:
-        """Gradients of the loss of pass p through one chunk of logits, with respect to hidden states, rows and bias.
-        The rows may be updated once the gradient of the hidden states is computed: their own gradient does not need
-        them, so autograd must not track their version (`.data`)."""
-        self.model.binding.bind_head(unit, weight_RH.flatten(), self.spine)
-        head, bias, found = self.model.head, self.model.head.linear.bias, []
+        """Gradients of the loss of pass p through one chunk of logits, with respect to hidden states, rows and bias."""
+        kept, found = self.kept.get((unit.index, p)), []
         slices, states, scale = self.hidden[p].split(HEAD_TOKENS), self.running[p].split(HEAD_TOKENS), self.scales[p]
         scales = scale.split(HEAD_TOKENS) if scale.ndim else [scale] * len(slices)
         for hidden_NH, state, scale in zip(slices, states, scales, strict=True):
-            x, leaf = hidden_NH.detach().requires_grad_(wants[0]), nn.Parameter(weight_RH.data, requires_grad=wants[1])
-            own_bias = None if bias is None else nn.Parameter(bias.data, requires_grad=wants[2])
-            with torch.enable_grad(), head.holding(leaf, own_bias):
-                logits_NR = head.logits(x)
+            logits_NR, leaves = kept or self._logits(unit, weight_RH, hidden_NH, wants)
             end, grad = logits_NR, scale
             if len(self.layout.head_units) > 1:
                 grad = state.grad_(logits_NR.detach().clone(), unit.span[0], scale)
@@ -168,8 +204,8 @@ class VocabularyGradients:
                 with torch.enable_grad():
                     reduction = "none" if scale.ndim else "sum"
                     end = F.cross_entropy(logits_NR.float(), state.targets_N, reduction=reduction)
-            wanted: list[Any] = [t for t, want in zip((x, leaf, own_bias), wants, strict=True) if want]
-            found.append(torch.autograd.grad(end, wanted, grad))
+            wanted: list[Any] = [t for t, want in zip(leaves, wants, strict=True) if want]
+            found.append(torch.autograd.grad(end, wanted, grad, retain_graph=kept is not None))
         parts = zip(*found, strict=True)
         dx = torch.cat(next(parts)) if wants[0] else None
         return dx, *(reduce(torch.add, next(parts)) if want else None for want in wants[1:])

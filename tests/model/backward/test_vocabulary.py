@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import keyhole
 from keyhole.model.backward import vocabulary as vocabulary_module
 from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.structure import layout as layout_module
@@ -34,6 +35,24 @@ def test_more_tokens_than_logits_are_made_for_at_a_time(rows: int, monkeypatch: 
     monkeypatch.setattr(vocabulary_module, "HEAD_TOKENS", 5)
     model = load("llama", tie_word_embeddings=False)
     assert_same(joined(collected(model, BATCHES).found), by_autograd(model, BATCHES))
+
+
+@pytest.mark.parametrize("name, tied, rows", [("llama", True, 40), ("phi", False, 1000)])
+def test_kept_logits_give_the_same_bits(name: str, tied: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that update chunks while others wait for their gradients, reversed once and twice."""
+    monkeypatch.setattr(layout_module, "CHUNK_ROWS", rows)
+    found = []
+    for limit in (0, 2**20):
+        monkeypatch.setattr(vocabulary_module, "KEPT_BYTES", limit)
+        model = load(name, tie_word_embeddings=tied)
+        methods = [keyhole.LOMO(model, 1e-2), keyhole.LOMO(model, 1e-2, max_grad_norm=0.1), keyhole.AdaLOMO(model)]
+        for method in methods:
+            method.step(BATCHES)
+        found.append([model.home(tensor).clone() for tensor in model.layout.tensors])
+        vocabulary = methods[0].reverse.vocabulary
+        vocabulary.hidden = [torch.zeros(1, 1)]
+        assert vocabulary._keeps_logits() == (limit > 0)
+    assert all(map(torch.equal, *found))
 
 
 def test_a_looked_up_padding_token_is_not_trained() -> None:
