@@ -115,7 +115,11 @@ class VocabularyGradients:
         """Whether the head is resident, in the dtype of compute, and its logits are few."""
         model, placed = self.model, self.model.placed
         moves = any(unit.index in model.engine.streamed for unit in self.layout.head_units) or model.sharded
-        converts = model.formats.plain != model.dtype or model.formats.codec is not None or model.lens is not None
+        converts = (
+            model.formats.plain != model.dtype
+            or model.formats.codec is not None
+            or model.device_weights.lens is not None
+        )
         budgeted = placed is not None and placed.budget_bytes is not None
         counts = [hidden_NH.shape[0] for hidden_NH in self.hidden]
         few = 4 * sum(counts) * self.layout.table.shape[0] <= KEPT_BYTES and max(counts) <= HEAD_TOKENS
