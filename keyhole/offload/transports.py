@@ -96,7 +96,6 @@ class GatheringEngine(Engine):
         self.places: dict[int, int] = {}  # page that this sweep gathers -> its place in their order
         self.made = 0  # number of gathers in this sweep
         super().__init__(homes, streamed, device, shared=shared, **options)
-        ranks.meet_neighbours()
         if self.cuda:
             self.between = torch.cuda.Stream(device)
             self.streams.append(self.between)

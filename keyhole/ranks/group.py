@@ -66,6 +66,15 @@ class Group(Ranks):
             torch.cuda.set_device(self.local_rank)
             self.nccl = dist.new_group(backend="nccl", timeout=DAY)
             self.failures.always = True
+        self.machine_nccl = self.nccl
+        for machine in dict.fromkeys(machines) if self.local_size < self.size else ():
+            members = [rank for rank, its in enumerate(machines) if its == machine]  # every rank creates all groups
+            gloo = dist.new_group(members, backend="gloo", timeout=DAY)
+            nccl = None if self.nccl is None else dist.new_group(members, backend="nccl", timeout=DAY)
+            if machine == self.machine:
+                numbered = self.local_size == 1 or members.index(self.rank) == self.local_rank
+                assert numbered, "ranks of a machine are numbered in order"
+                self.machine_gloo, self.machine_nccl = gloo, nccl
 
     def _wait_for_all(self) -> None:
         """Waits until all ranks have started; names those that have not in time. (A collective would wait for them
@@ -109,11 +118,10 @@ class Group(Ranks):
     # -- operations between ranks ----------------------------------------------------------------------------------
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        over_host = self._over_host(x)
-        sent = (x.cpu() if over_host else x).contiguous()
+        sent, group = self._carried(x)
         found = [torch.empty_like(sent) for _ in range(self.size)]
         with self._together():
-            dist.all_gather(found, sent, group=None if over_host else self.nccl)
+            dist.all_gather(found, sent, group=group)
         return torch.stack(found).to(x.device)
 
     def in_order(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -132,40 +140,23 @@ class Group(Ranks):
         self._gather_into(whole, part, self.local_size, self.machine_gloo, self.machine_nccl)
 
     def _gather_into(self, out: torch.Tensor, part: torch.Tensor, size: int, gloo: Any, nccl: Any) -> None:
-        over_host = self._over_host(part)
+        sent, group = self._carried(part)
         self.bytes_received += part.nbytes * (size - 1)
-        target = torch.empty(out.shape, dtype=out.dtype) if over_host and out.device.type != "cpu" else out
-        sent = (part.cpu() if over_host else part).contiguous()
+        target = out if sent.device == out.device else torch.empty(out.shape, dtype=out.dtype)
         with self._together():
-            if over_host:
+            if group is None:
                 dist.all_gather(list(target.chunk(size)), sent, group=gloo)
             else:
                 GATHER(target, sent, group=nccl)
         if target is not out:
             out.copy_(target)
 
-    def meet_neighbours(self) -> None:
-        if self.local_size == self.size:
-            self.machine_nccl = self.nccl
-        if self.local_size == self.size or self.machine_gloo is not None:
-            return
-        machines = self.objects(self.machine)
-        for machine in dict.fromkeys(machines):  # every rank creates all groups, in the same order
-            members = [rank for rank, its in enumerate(machines) if its == machine]
-            with self._together():
-                gloo = dist.new_group(members, backend="gloo", timeout=DAY)
-                nccl = None if self.nccl is None else dist.new_group(members, backend="nccl", timeout=DAY)
-            if machine == self.machine:
-                assert members.index(self.rank) == self.local_rank, "ranks of a machine are numbered in order"
-                self.machine_gloo, self.machine_nccl = gloo, nccl
-
     def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
-        over_host = self._over_host(x)
+        sent, group = self._carried(x)
         self.bytes_received += x.nbytes * (self.size - 1) // self.size
-        sent = (x.cpu() if over_host else x).contiguous()
         found = torch.empty_like(sent)
         with self._together():
-            dist.all_to_all_single(found, sent, group=None if over_host else self.nccl)
+            dist.all_to_all_single(found, sent, group=group)
         total, *others = found.to(x.device).chunk(self.size)
         total = total.to(torch.float32, copy=True)
         for other in others:
@@ -179,8 +170,10 @@ class Group(Ranks):
         self.gather_into(out, self.sum_of_parts(padded))
         return out[: x.numel()].view(x.shape)
 
-    def _over_host(self, x: torch.Tensor) -> bool:
-        return self.nccl is None or x.device.type == "cpu"
+    def _carried(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A tensor where it is exchanged, and between whom: GPUs over NCCL, or hosts over gloo (None)."""
+        over_host = self.nccl is None or x.device.type == "cpu"
+        return (x.cpu() if over_host else x).contiguous(), None if over_host else self.nccl
 
     def not_finite(self) -> list[int]:
         """The ranks that sent numbers that are not finite, in the last two steps."""

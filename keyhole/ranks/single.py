@@ -81,9 +81,6 @@ class Ranks:
         """out [N k] <- the parts [k] of all ranks, side by side."""
         out.copy_(part)
 
-    def meet_neighbours(self) -> None:
-        """Prepares gather_on_machine; called by all ranks of all machines."""
-
     def gather_on_machine(self, whole: torch.Tensor) -> None:
         """whole [K k] on each of the K ranks of this machine: rank r has written its k elements at place r, and gets
         those of the others. Called by all ranks of the machine; machines need not wait for each other."""

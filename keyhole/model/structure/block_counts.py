@@ -1,13 +1,11 @@
 """What one block of a model does per token, counted from its own code: kernels, bytes they touch, activations it keeps.
 
 Families differ: a Llama block runs 38 kernels in its forward pass, computes its norms in float32 with casts, and keeps
-23 numbers of its width for autograd; an OPT block runs 13 and keeps 12. So a block of the model is run once, forward
-and backward, on the meta device, which computes shapes alone. The arguments are those with which the model's own
+23 numbers of its width for autograd; an OPT block runs 13 and keeps 12. So a block of the model is run once,
+forward, on the meta device, which computes shapes alone. The arguments are those with which the model's own
 forward calls the block (reach.py), for LONG tokens, or SHORT if the model has fewer positions. Counted are
 
     kernels    operations that are not views, matrix products and attention included
-    calls      all operations: the host pays for a view too. Seconds of the host per call differ little between families
-               (14.1 to 15.8 us forward on a Neoverse N1), per kernel much (28 to 50 us)
     elements   numbers that the other operations read and write (products and attention are counted as FLOPs), per token
     saved      numbers that autograd keeps for the backward pass, per token, each memory once; weights and what all
                blocks share (rotary tables) not included. saved_frozen: the same if only matrices are trained (LoRA:
@@ -46,12 +44,9 @@ class BlockCounts:
     """Per block and pass."""
 
     forward_kernels: int
-    backward_kernels: int
     forward_elements: float
     saved: float
     saved_frozen: float
-    forward_calls: int
-    backward_calls: int
 
 
 def block_counts(module: nn.Module, block: nn.Module) -> BlockCounts | None:
@@ -97,23 +92,12 @@ def _count(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> BlockCounts
     hidden = tensors[0].requires_grad_(True)
     each = hidden.numel() // hidden.shape[-1] * hidden.element_size()
     shared = {id_of(x) for x in tensors if x is not hidden}
-    forward, backward, weights = _Counter(), _Counter(), _weights(block, frozen=False)
-    wanted = [hidden, *(w for w in weights.values() if w.requires_grad)]
+    counter = _Counter()
     with _one_attention_kernel():
-        with forward:
-            output, kept = _run(block, weights, args, kwargs, shared)
-        with backward:
-            torch.autograd.grad(output, wanted, torch.empty_like(output), allow_unused=True)
-        _, kept_frozen = _run(block, _weights(block, frozen=True), args, kwargs, shared)
-    return BlockCounts(
-        forward.kernels,
-        backward.kernels,
-        forward.bytes / each,
-        kept / each,
-        kept_frozen / each,
-        forward.calls,
-        backward.calls,
-    )
+        with counter:
+            kept = _kept(block, _weights(block, frozen=False), args, kwargs, shared)
+        kept_frozen = _kept(block, _weights(block, frozen=True), args, kwargs, shared)
+    return BlockCounts(counter.kernels, counter.bytes / each, kept / each, kept_frozen / each)
 
 
 def _weights(block: nn.Module, frozen: bool) -> dict[str, torch.Tensor]:
@@ -125,10 +109,10 @@ def _weights(block: nn.Module, frozen: bool) -> dict[str, torch.Tensor]:
     return weights | {name: torch.empty_like(b, device="meta") for name, b in block.named_buffers()}
 
 
-def _run(
+def _kept(
     block: nn.Module, weights: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any], shared: set[int]
-) -> tuple[torch.Tensor, int]:
-    """The output of a block, and the bytes that autograd keeps. shared: memory that all blocks have in common."""
+) -> int:
+    """The bytes that autograd keeps of a block's forward pass. shared: memory that all blocks have in common."""
     saved: dict[int, torch.Tensor] = {}
     known = shared | {id_of(w) for w in weights.values()}
 
@@ -138,9 +122,8 @@ def _run(
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        output = torch.func.functional_call(block, weights, args, kwargs)
-    output = next(x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
-    return output, sum(x.untyped_storage().nbytes() for x in saved.values())
+        torch.func.functional_call(block, weights, args, kwargs)
+    return sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
 def id_of(x: torch.Tensor) -> int:
@@ -153,15 +136,14 @@ def _meta(x: object) -> object:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts calls and kernels, and the bytes that kernels read and write."""
+    """Counts kernels, and the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.kernels, self.bytes = 0, 0, 0
+        self.kernels, self.bytes = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         output = func(*args, **(kwargs or {}))
-        self.calls += 1
         name = func._schema.name.partition("::")[2]
         if func.is_view or name in FREE:
             return output
@@ -180,11 +162,6 @@ class _Attention(torch.autograd.Function):
         output = torch.empty_like(q)
         ctx.save_for_backward(q, k, v, output)
         return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v, _ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 @contextmanager
