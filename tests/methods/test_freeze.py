@@ -79,14 +79,14 @@ def test_a_frozen_layer_gets_no_adapters(cls: Any, placement: str) -> None:
     """What it computes stays, too. A module that the caller has frozen by hand, as before peft, is adapted whole."""
     how = {"init": "random", "device": "cpu", "placement": placement}
     method = cls(keyhole.load(config("qwen2"), freeze=["model.layers.0", "*.k_proj.weight", "embeddings"], **how), 1e-2)
-    assert method.layers and {name.split(".")[2] for name in method.layers} == {"1"}
-    assert not any("k_proj" in name for name in method.layers)
+    assert method.addon.layers and {name.split(".")[2] for name in method.addon.layers} == {"1"}
+    assert not any("k_proj" in name for name in method.addon.layers)
     losses = [float(method.step(batch())) for _ in range(5)]
     assert losses[-1] < losses[0]
     by_hand = keyhole.load(config("qwen2"), **how)
     by_hand.module.model.layers.requires_grad_(False)
     whole = cls(by_hand, 1e-2)
-    assert {name.split(".")[2] for name in whole.layers} == {"0", "1"}
+    assert {name.split(".")[2] for name in whole.addon.layers} == {"0", "1"}
     for one, other in ((method, whole), (whole, method)):
         with pytest.raises(UserError, match="adapter model.layers.0.* target_modules and freeze must be as they were"):
             one.load_state_dict(other.state_dict())
