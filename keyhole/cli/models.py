@@ -6,7 +6,7 @@ keyhole replay BASE JOURNAL OUT [--steps N] [key=value ...]
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,7 +25,7 @@ from keyhole.config.loader import parse_settings
 from keyhole.errors import UserError
 from keyhole.machine.collector import imports
 
-OF_TASKS = ("max_length", "num_eval", "task_data", "task_splits", "columns", "prompt", "completion")
+OF_TASKS = ("num_eval", "task_data", "task_splits", "columns", "prompt", "completion")
 
 
 class EvalCommand(SettingsCommand):
@@ -71,17 +71,15 @@ def eval(
     names = tasks if harness is None else harness
     if names is None or not (tasks is None or harness is None) or not all(map(str.strip, names)):  # "$UNSET"
         raise UserError("--tasks or --harness: give one of them, and the names of tasks behind it")
-    of_tasks: dict[str, Any]
-    of_tasks = {"task_data": task_data, "allow_code_execution": allow_code_execution or None}
-    of_harness: dict[str, Any]
-    of_harness = {"num_fewshot": num_fewshot, "include_path": include_path}
-    of_harness["apply_chat_template"] = apply_chat_template or None
-    for key, value in (of_harness if harness is None else of_tasks).items():
-        if value is not None:
-            where = "--tasks" if harness is None else "--harness"
-            raise UserError(f"--{key.replace('_', '-')}: not used with {where}; leave it out")
-    settings = parse_placement(overrides, *(OF_TASKS if harness is None else ("max_length",)))
-    given = of_tasks if harness is None else of_harness
+    given: dict[str, object] = {"task_data": task_data, "allow_code_execution": allow_code_execution or None}
+    other: dict[str, object] = {"num_fewshot": num_fewshot, "include_path": include_path}
+    other |= {"apply_chat_template": apply_chat_template or None}
+    where, keys = "--tasks", ["max_length", *OF_TASKS]
+    if harness is not None:
+        given, other, where, keys = other, given, "--harness", ["max_length"]
+    for key in (key for key, value in other.items() if value is not None):
+        raise UserError(f"--{key.replace('_', '-')}: not used with {where}; leave it out")
+    settings = parse_placement(overrides, *keys)
     settings |= {key: value for key, value in given.items() if value is not None}
     check_model(directory)
     if harness is not None:

@@ -120,6 +120,7 @@ def interrupt_the_save_twice() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)  # the process dies meanwhile: its main thread hears the signal
 
     writer.write_state = write
 
