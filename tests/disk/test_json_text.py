@@ -25,17 +25,6 @@ from keyhole.report.story import Planned, Story, read_story, write_story
 from keyhole.training.validation import Selection
 from tests.compare.comparisons import write
 
-ROOT = Path(__file__).parents[2] / "keyhole"
-# json.dumps elsewhere: hashes, headers without fractions, messages between our own processes, texts of prompts
-NOT_FOR_OTHERS = {
-    "checkpoint/journal.py", "checkpoint/state.py", "compare/execute.py", "compare/kept.py", "compare/plan.py",
-    "config/recipes.py", "data/chat_template.py", "data/examples.py", "data/prepare.py", "data/readers.py",
-    "data/tasks/question.py", "data/tasks/spec.py", "data/tokenizer.py", "data/turns.py", "demo/peak_memory.py",
-    "disk/json_text.py", "disk/tensors.py", "eval/programs.py", "eval/tasks.py", "hf/checkpoints.py",
-    "model/structure/reach.py", "model/structure/tokenizer.py", "plan/measure.py", "ranks/failures.py",
-    "training/plan_request.py", "training/resume.py",
-}  # fmt: skip
-
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner), max_leaves=9)
 
@@ -103,12 +92,6 @@ def test_evaluations_that_are_not_finite_survive_a_checkpoint() -> None:
     after = Selection(config, "perplexity", parsed(json.dumps(before.state_dict())))
     assert after.best_steps() == before.best_steps() == [1] and after.values.keys() == before.values.keys()
     assert after.out_of_patience() == before.out_of_patience() is not None
-
-
-def test_nothing_else_writes_json_for_others() -> None:
-    """A new json.dumps goes through json_text, or is listed above with those that nobody else reads."""
-    writing = {path for path in ROOT.rglob("*.py") if re.search(r"json\.dumps?\(", path.read_text())}
-    assert {path.relative_to(ROOT).as_posix() for path in writing} == NOT_FOR_OTHERS
 
 
 class Garbage:
