@@ -25,7 +25,8 @@ from keyhole.methods import METHODS
 from keyhole.methods.memory import check_host_memory
 from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.forward.memory import evaluation_bytes, host_bytes
-from keyhole.model.structure.find import STACK_NUMEL, TILE_NUMEL
+from keyhole.model.structure.block_counts import block_counts
+from keyhole.model.structure.find import STACK_NUMEL, TILE_NUMEL, stacks_outside
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.reach import is_unreached
 from keyhole.model.weights.format import Wire
@@ -116,7 +117,7 @@ def place(
     costs = Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
     if device.type == "cuda":
-        whole.count()  # kept by the module; later a method may have replaced the blocks' forward by graphs
+        block_counts(module, whole.parts.blocks)  # kept; later a method may have replaced their forward by graphs
     try:
         layout, streamed = _cut(module, whole, placement, budget, costs, device)
         _check_host(layout, streamed, costs, placement)
@@ -191,8 +192,9 @@ def _reasons(
     away = host_bytes(layout, placed.streamed, formats)
     total = sum(formats.home_bytes(u) for u in layout.units)
     head = f"{'tied to' if layout.tied else 'apart from'} the embedding, in {len(layout.head_units)} row chunks"
+    kind = type(layout.parts.blocks[0]).__name__ if layout.block_count else "none"
     lines = [
-        f"units: {layout.block_count} x {layout.block_class}"
+        f"units: {layout.block_count} x {kind}"
         + (
             f", each cut in {cut} so that a unit is about {UNIT_BYTES // MIB} MiB, one matrix or one expert"
             if cut > 1
@@ -206,11 +208,11 @@ def _reasons(
         lines.append(formats.frozen.describe(blocks))
     lines += outside_lines(module, layout)
     lines += expert_lines(layout, placed.streamed, costs.may_cut_experts, formats.dtype.itemsize)
-    if layout.tiled_layers:
+    if layout.parts.tiled_layers:
         lines.append(
-            f"row tiles: {layout.tiled_layers} linear layers of more than {TILE_NUMEL >> 20} Mi weights are computed "
-            "in tiles of output rows, streamed or resident: the same bits in both, those of the untiled product within "
-            "rounding"
+            f"row tiles: {layout.parts.tiled_layers} linear layers of more than {TILE_NUMEL >> 20} Mi weights are "
+            "computed in tiles of output rows, streamed or resident: the same bits in both, those of the untiled "
+            "product within rounding"
         )
     if placed.budget_bytes is not None:
         enforced = "enforced" if device.type == "cuda" else "not enforced on a CPU"
@@ -250,9 +252,9 @@ def outside_lines(module: nn.Module, layout: Layout) -> list[str]:
     tokens does not use them."""
     total = sum(tensor.shape.numel() for tensor in layout.tensors)
     lines = [
-        f"outside of the blocks: {stack.name}, {stack.count} x {stack.kind}, {stack.numel / total:.1%} of the "
+        f"outside of the blocks: {name}, {len(stack)} x {type(stack[0]).__name__}, {numel / total:.1%} of the "
         "parameters: on the device all the time, not streamed"
-        for stack in layout.stacks_outside
+        for name, (stack, numel) in stacks_outside(module, layout.parts.blocks).items()
     ]
     frozen = [tensor for tensor in layout.tensors if is_unreached(tensor.param)]
     if frozen:

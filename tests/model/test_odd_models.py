@@ -5,6 +5,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
+from keyhole.model.structure.find import stacks_outside
 from tests.families.tiny import tiny_config
 from tests.model.decoders import batch
 
@@ -52,9 +53,9 @@ def test_stacks_outside_of_the_blocks_are_reported_with_their_share() -> None:
     """The second of two stacks is on the device all the time, and the start block says how much that is."""
     model = load("hrm_text")
     said = next(line for line in model.describe() if line.startswith("outside of the blocks"))
-    outside = next(stack for stack in model.layout.stacks_outside)
+    (outside,) = stacks_outside(model.module, model.layout.parts.blocks).items()
     total = sum(t.shape.numel() for t in model.layout.tensors)
-    assert f"{outside.name}, 4 x HrmTextDecoderLayer, {outside.numel / total:.1%} of the parameters" in said
+    assert f"{outside[0]}, 4 x HrmTextDecoderLayer, {outside[1][1] / total:.1%} of the parameters" in said
 
 
 @pytest.mark.parametrize(

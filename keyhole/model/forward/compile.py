@@ -44,7 +44,7 @@ def compile_forward(model: Any, backend: str = "inductor") -> None:
             "compile: this model was loaded with blocks cut in several units. Pass keyhole.load(..., "
             "workload=Workload(settings=ZOConfig(compile=True))), or set compile=false"
         )
-    if model.layout.tiled_layers:
+    if model.layout.parts.tiled_layers:
         raise UserError("compile: this model has matrices that are computed in row tiles; set compile=false")
     prepare_compiling(model.changes)
     run, model_of = torch.compile(_forward, backend=backend), weakref.ref(model)

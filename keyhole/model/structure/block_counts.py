@@ -13,13 +13,11 @@ forward calls the block (reach.py), for LONG tokens, or SHORT if the model has f
 
 in units of the model's dtype: a float32 number of a model in bfloat16 counts as two. Attention is one kernel that keeps
 its inputs and its output, as the fused kernels of a GPU do. A block whose code reads values (a router) cannot be run
-without them: then there are no counts, and the formulas use those of a Llama block.
-
-A model of the same class, config and dtype has the same counts: a process counts once (a tenth of a second, or more
-where products of 16 bit are slow). A module with a forward of its own (an adapter's) is counted by itself.
+without them: then there are no counts, and the formulas use those of a Llama block. A module is counted once, when
+its counts are first asked for: a tenth of a second, or more where products of 16 bit are slow.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +27,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from keyhole.model.structure.config_files import setting
-from keyhole.model.structure.reach import LONG, SHORT, call_of, config_text, is_matrix
+from keyhole.model.structure.reach import LONG, SHORT, call_of, is_matrix
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach", "alias", "lift_fresh")
-
-
-_counted: dict[Hashable, "BlockCounts | None"] = {}
 
 
 @dataclass(frozen=True)
@@ -49,30 +43,13 @@ class BlockCounts:
     saved_frozen: float
 
 
-def block_counts(module: nn.Module, block: nn.Module) -> BlockCounts | None:
-    """The counts of a block of a module; None if it cannot be run without values."""
-    key = _likeness(module, block)
-    if key is None:
-        return _counts(module, block)
-    if key not in _counted:
-        _counted[key] = _counts(module, block)
-    return _counted[key]
-
-
-def _likeness(module: nn.Module, block: nn.Module) -> Hashable:
-    """Equal for modules that run the same code on the same shapes; None if part of the code is not that of a class.
-    Hooks are known by their names: those of a model (model/forward/) do nothing outside of its passes."""
-    parts = dict(module.named_modules())
-    if any("forward" in part.__dict__ or part._forward_hooks for part in parts.values()):
-        return None
-    pairs = ((name, hook) for name, part in parts.items() for hook in part._forward_pre_hooks.values())
-    hooks = tuple((name, getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) for name, hook in pairs)
-    name = next(name for name, part in parts.items() if part is block)
-    kinds = tuple((name, type(part), part.training) for name, part in block.named_modules())
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors)
-    attention = setting(module.config, "_attn_implementation")
-    return type(module), config_text(module), attention, name, hooks, kinds, shapes, next(module.parameters()).device
+def block_counts(module: nn.Module, blocks: list[nn.Module]) -> BlockCounts | None:
+    """The counts of the second block (the first may be of another kind), kept by the module; None if it cannot be run
+    without values."""
+    kept: dict[str, BlockCounts | None] = vars(module)
+    if "keyhole_counts" not in kept:
+        kept["keyhole_counts"] = _counts(module, blocks[1]) if blocks else None
+    return kept["keyhole_counts"]
 
 
 @torch.inference_mode(False)

@@ -66,26 +66,17 @@ def _called(modules: nn.ModuleList) -> list[nn.Module]:
     return [one for several in nested for one in several]
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A list of similar modules outside of the blocks."""
-
-    name: str
-    count: int
-    kind: str
-    numel: int
-
-
-def stacks_outside(module: nn.Module, blocks: list[nn.Module]) -> list[Stack]:
-    """The outermost lists of modules with matrices that belong to no block: a second stack, or a vision tower."""
+def stacks_outside(module: nn.Module, blocks: list[nn.Module]) -> dict[str, tuple[nn.ModuleList, int]]:
+    """The outermost lists of modules with matrices that belong to no block: a second stack, or a vision tower. By name,
+    each with how many of its parameters do."""
     in_blocks = {id(p) for block in blocks for p in block.parameters()}
-    found: list[Stack] = []
+    found: dict[str, tuple[nn.ModuleList, int]] = {}
     for name, child in module.named_modules():
         if isinstance(child, nn.ModuleList) and len(child) > 1:
             own = [p for p in child.parameters() if id(p) not in in_blocks]
-            nested = any(name.startswith(f"{stack.name}.") for stack in found)
+            nested = any(name.startswith(f"{outer}.") for outer in found)
             if not nested and any(is_matrix(p) for p in own):
-                found.append(Stack(name, len(child), type(child[0]).__name__, sum(p.numel() for p in own)))
+                found[name] = child, sum(p.numel() for p in own)
     return found
 
 
@@ -162,7 +153,7 @@ def expert_units(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a module. large: how many leaves have a matrix that may be cut by rows."""
+    """The parts of a module. tiled_layers: how many leaves have a matrix that may be cut by rows."""
 
     module: nn.Module
     names: dict[int, str]
@@ -174,8 +165,7 @@ class Parts:
     block_of: dict[int, int]
     experts: dict[int, Experts]
     spine: list[nn.Parameter]
-    large: int
-    outside: list[Stack]
+    tiled_layers: int
 
 
 def find_parts(module: nn.Module) -> Parts:
@@ -198,10 +188,8 @@ def find_parts(module: nn.Module) -> Parts:
     in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # shared ones go to the spine
     experts = {key: one for key, one in experts.items() if all(id(stack) in in_blocks for stack in one.stacks)}
     spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in tables]
-    block_of, stacks = _block_of(blocks, in_blocks), stacks_outside(module, blocks)
-    return Parts(
-        module, names, table_p, head_p, blocks, by_block, in_blocks, block_of, experts, spine, len(large), stacks
-    )
+    block_of = _block_of(blocks, in_blocks)
+    return Parts(module, names, table_p, head_p, blocks, by_block, in_blocks, block_of, experts, spine, len(large))
 
 
 def _block_of(blocks: list[nn.Module], in_blocks: set[int]) -> dict[int, int]:

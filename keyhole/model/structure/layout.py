@@ -23,7 +23,6 @@ Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -31,7 +30,7 @@ import torch
 from torch import nn
 
 from keyhole.model.structure.block_counts import BlockCounts, block_counts
-from keyhole.model.structure.find import Experts, Parts, Stack, find_parts, row_tiles
+from keyhole.model.structure.find import Experts, Parts, find_parts, row_tiles
 
 ALIGN = 64
 CHUNK_ROWS = 8192
@@ -104,17 +103,14 @@ class Layout:
     units: list[Unit]
     numel: int
     block_count: int
-    block_class: str
     tied: bool  # the head shares the weights of the table
-    tiled_layers: int = 0  # number of linear layers that are computed in row tiles
-    stacks_outside: list[Stack] = field(default_factory=list)  # lists of modules whose weights are in the spine
-    experts: list[Experts] = field(default_factory=list)  # modules that are computed one expert at a time
-    count: Callable[[], BlockCounts | None] = field(default=lambda: None, repr=False, compare=False)
+    experts: list[Experts]  # modules that are computed one expert at a time
+    parts: Parts = field(repr=False, compare=False)
 
     @property
     def counts(self) -> BlockCounts | None:
-        """What a block does per token; None if it could not be counted. Counted once per module."""
-        return self.count()
+        """What a block does per token; None if it could not be counted."""
+        return block_counts(self.parts.module, self.parts.blocks)
 
     @property
     def fingerprint(self) -> str:
@@ -232,26 +228,8 @@ def find_layout(
     tied = of.head is of.table
     if of.head is not None and not tied:
         builder.table("head", of.head)
-    kind = type(of.blocks[0]).__name__ if of.blocks else "none"
-    return Layout(
-        builder.tensors,
-        builder.units,
-        builder.end,
-        len(of.blocks),
-        kind,
-        tied,
-        of.large,
-        of.outside,
-        [*of.experts.values()],
-        lambda: _counts(of.module, of.blocks),
-    )
-
-
-def _counts(module: nn.Module, blocks: list[nn.Module]) -> BlockCounts | None:
-    """The counts of the second block (the first may be of another kind), kept by the module."""
-    if "keyhole_counts" not in module.__dict__:
-        module.__dict__["keyhole_counts"] = block_counts(module, blocks[1]) if blocks else None
-    return module.__dict__["keyhole_counts"]
+    experts = [*of.experts.values()]
+    return Layout(builder.tensors, builder.units, builder.end, len(of.blocks), tied, experts, of)
 
 
 class _Builder:

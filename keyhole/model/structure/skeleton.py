@@ -12,7 +12,7 @@ requested head (model/classification.py). Transformers also builds a "causal" mo
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,19 +40,11 @@ def _matrices_on_meta() -> Iterator[None]:
             param = empty
         register(module, name, param)
 
-    def unless_on_meta(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda tensor, *args, **options: tensor if tensor.is_meta else draw(tensor, *args, **options)
-
-    drawn = {name: getattr(nn.init, name) for name in ("normal_", "uniform_", "kaiming_uniform_")}
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    for name, draw in drawn.items():  # nothing to initialise; the calls alone take a sixth of the time of a build
-        setattr(nn.init, name, unless_on_meta(draw))
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-        for name, draw in drawn.items():
-            setattr(nn.init, name, draw)
 
 
 def read_config(

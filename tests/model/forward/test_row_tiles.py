@@ -39,7 +39,7 @@ def test_tiles_cover_their_matrix(name: str) -> None:
     spine, and an element's index does not depend on the cut."""
     module = build(config(name), torch.float32)
     layout, whole = find_layout(module, 1), find_layout(module)
-    assert layout.tensors == whole.tensors and layout.tiled_layers == whole.tiled_layers > 0
+    assert layout.tensors == whole.tensors and layout.parts.tiled_layers == whole.parts.tiled_layers > 0
     for one, after in zip(layout.units, layout.units[1:], strict=False):
         assert one.stop == after.start and one.start % ALIGN == 0
     tiles: dict[str, list[tuple[int, int]]] = {}
