@@ -38,7 +38,6 @@ def _crash(directory: Path, method: str, kills: int, model: str, data: str, writ
 def test_killed_and_resumed_to_the_bit(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, method: str, kills: int
 ) -> None:
-    """At random instants, and at random writes, flushes, renames and deletions, in snapshots too."""
     reader, writer = server.Pipe(duplex=False)
     process = server.Process(target=_crash, args=(tmp_path, method, kills, str(tiny_model), str(tiny_data), writer))
     process.start()

@@ -35,12 +35,10 @@ UNUSUAL = ("gemma4_text", "dbrx", "zamba2", "hrm_text", "bert")  # what is share
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("model_type", FAST)
 def test_of_every_kind_a_family(model_type: str, check: str) -> None:
-    """One step of LOMO is SGD, and streamed is resident to the bit, for LOMO and ZO."""
     CHECKS[check](model_type)
 
 
 def test_the_page_counts_what_it_lists() -> None:
-    """docs/families.md states as many passes as its table has, and the fast ones are among them."""
     rows = table()
     passes = [model_type for model_type, result in rows.items() if result == "passes"]
     assert f"Of the {len(rows)} causal language models" in PAGE.read_text()
@@ -48,7 +46,6 @@ def test_the_page_counts_what_it_lists() -> None:
 
 
 def test_the_page_has_every_type_of_its_version() -> None:
-    """No type of the Transformers that the page was written for is left out."""
     if f"Transformers {transformers.__version__} " not in PAGE.read_text():
         pytest.skip("another version of Transformers is installed")
     assert sorted(table()) == TYPES
@@ -57,7 +54,6 @@ def test_the_page_has_every_type_of_its_version() -> None:
 @pytest.mark.families
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_family_does_what_the_page_says(model_type: str) -> None:
-    """Types that pass still do; none that is refused or fails passes unseen."""
     ((_, found),) = run([model_type])
     expected = table().get(model_type, "passes")
     assert found.partition(":")[0] == expected.partition(":")[0], found

@@ -44,7 +44,6 @@ class Method:
 
 
 def test_what_was_deferred_is_applied_before_others_see_the_weights() -> None:
-    """Before another method is made or steps, before reading, saving and evaluating; not before its own step."""
     model = load()
     first = Method(model, "first")
     second = Method(model, "second")
@@ -57,7 +56,6 @@ def test_what_was_deferred_is_applied_before_others_see_the_weights() -> None:
 
 
 def test_what_a_method_deferred_outlives_it_and_the_method_does_not() -> None:
-    """The model applies it when the method is gone, and forgets it when another one is attached."""
     model = load()
     method = Method(model, "gone")
     log, gone = method.log, weakref.ref(method)
@@ -73,7 +71,6 @@ def test_what_a_method_deferred_outlives_it_and_the_method_does_not() -> None:
 
 @pytest.mark.parametrize("other", [keyhole.LOMO, keyhole.AdamW, keyhole.AdamOffload, keyhole.ZO])
 def test_methods_that_take_turns_see_each_others_steps(other: Any) -> None:
-    """A step of one begins from the weights after the step of the other, though that one deferred its update."""
     losses = []
     for flushes in (True, False):
         model = load()
@@ -106,7 +103,6 @@ def test_masters_follow_the_steps_of_another_method(place: str, first: Any) -> N
 
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.3}, {"optimizer_on": "cpu"}])
 def test_lsp_without_a_flush_is_seen_after_its_last_step(options: dict[str, Any]) -> None:
-    """Evaluating and reading apply what LSP owes to every unit, the embedding included."""
     found = []
     for flushes in (True, False):
         model = streamed(load(), slot_count=3)
@@ -119,7 +115,6 @@ def test_lsp_without_a_flush_is_seen_after_its_last_step(options: dict[str, Any]
 
 
 def test_adapters_stay_when_another_method_is_attached() -> None:
-    """They are in the module, whoever trains it."""
     model = load()
     lora = keyhole.LoRA(model, 1e-2, r=2)
     assert model.methods.addon is lora.addon and lora.params

@@ -18,7 +18,6 @@ CPU = torch.device("cpu")
 
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4))
 def test_trained_positions_are_those_before_a_label(trained: list[list[bool]]) -> None:
-    """Position t is picked exactly when token t + 1 is trained, and its target is that token."""
     trained_BT = torch.tensor(trained)
     ids_BT = torch.arange(trained_BT.numel()).view(trained_BT.shape)
     labels_BT = torch.where(trained_BT, ids_BT, -100)
@@ -42,12 +41,6 @@ def test_a_mask_that_says_nothing_is_dropped() -> None:
     assert set(to_device(packed, CPU).inputs) == {"input_ids", "position_ids"}
 
 
-def test_a_batch_or_its_micro_batches() -> None:
-    """A step takes either."""
-    assert as_list({"labels": torch.zeros(1)})[0].keys() == {"labels"}
-    assert len(as_list([{}, {}])) == 2
-
-
 IDS = torch.tensor([[1, 2, 3], [4, 5, 9]])
 WRONG = {
     "needed, found labels": {"labels": IDS},
@@ -65,7 +58,6 @@ WRONG = {
 
 @pytest.mark.parametrize("says", WRONG)
 def test_what_cannot_be_trained_on_is_refused(says: str) -> None:
-    """By name, before anything is sent."""
     with pytest.raises(UserError) as error:
         check(WRONG[says], 9)
     assert says in str(error.value)
@@ -91,7 +83,6 @@ def test_what_a_hugging_face_collator_returns_is_a_batch() -> None:
 
 
 def test_a_name_that_is_not_known_is_refused_by_name() -> None:
-    """Leaving it out would compute something else than was asked for."""
     with pytest.raises(UserError, match="batch: token_type_ids, weights: not used here"):
         check({"input_ids": IDS - 1, "labels": IDS - 1, "token_type_ids": IDS, "weights": IDS}, 9)
     with pytest.raises(UserError, match="attention_mask holds 1 to 2; 0 and 1 are needed"):
@@ -112,21 +103,10 @@ def two_samples(padding: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_packed_samples_do_not_see_each_other_whatever_the_mask(family: str, padding: int) -> None:
-    """Positions that restart mean packed samples, with a mask of ones and with padding: each is scored as if alone."""
     model, packed = keyhole.load(config(family), init="random", device="cpu"), two_samples(padding)
     ids = packed["input_ids"]
     alone = [model.nll({"input_ids": x, "labels": x})[0] for x in (ids[:, :8], ids[:, 8:13])]
     assert torch.allclose(model.nll(packed)[0], alone[0] + alone[1], atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["opt", "mamba"])
-def test_a_model_that_cannot_keep_packed_samples_apart_refuses_them(family: str) -> None:
-    """In a loop of one's own too, at the first packed batch; other batches are taken."""
-    model = keyhole.load(config(family), init="random", device="cpu")
-    model.nll(batch())
-    for _ in range(2):
-        with pytest.raises(UserError, match="packed samples see each other.*a row of its own"):
-            model.nll(two_samples(0))
 
 
 def test_left_padding_is_no_packing() -> None:
@@ -167,7 +147,6 @@ def test_a_step_without_a_trained_token_is_warned_of() -> None:
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_loss_that_is_not_finite_stays_in_its_row(bad: float) -> None:
-    """One row that overflows says nothing of the others of its batch."""
     one = to_device(batch(rows=3), torch.device("cpu"))
     nll_N = torch.arange(1.0, one.token_count + 1)
     good_B = one.loss.sum_by_row(nll_N)

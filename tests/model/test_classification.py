@@ -22,7 +22,6 @@ def load(name: str = "bert", labels: int = 3, **changes: Any) -> keyhole.Model:
 @pytest.mark.parametrize("labels", [3, 1], ids=["classification", "regression"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_gradients_equal_autograd(name: str, labels: int) -> None:
-    """Of every tensor, over micro-batches of different sizes."""
     batches = [batch(3, 1, labels), batch(2, 2, labels, types=name == "bert")]
     model = load(name, labels)
     with torch.enable_grad():
@@ -51,7 +50,6 @@ def test_gradients_of_other_families_equal_autograd(name: str) -> None:
 
 
 def test_several_labels_per_row() -> None:
-    """problem_type=multi_label_classification: Hugging Face's binary cross entropy."""
     model = load(problem_type="multi_label_classification")
     one = batch(4) | {"labels": torch.tensor([[1.0, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]])}
     nll_B, count_B = model.nll(one)
@@ -81,7 +79,6 @@ def test_a_base_encoder_gets_a_head_by_seed(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_head_is_drawn_alike_on_every_device(tmp_path: Path) -> None:
-    """A run on a GPU can be replayed on a CPU."""
     hf.BertModel(config("bert")).save_pretrained(tmp_path)
     found = [keyhole.load(tmp_path, device=device, head="classification", num_labels=2) for device in ("cpu", "cuda")]
     heads = [dict(model.named_tensors())["classifier.weight"].cpu() for model in found]
@@ -98,7 +95,6 @@ def test_a_lost_head_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "mpnet"])
 def test_save_and_load(name: str, tmp_path: Path) -> None:
-    """AutoModelForSequenceClassification reads what is saved and computes the same; so does keyhole.load."""
     model, one = load(name), batch()
     keyhole.LOMO(model, lr=0.1).step(one)
     model.save_pretrained(tmp_path / "out")
@@ -128,7 +124,6 @@ WRONG = {
 
 @pytest.mark.parametrize("says", WRONG)
 def test_bad_batches_are_refused(says: str) -> None:
-    """With the name, the value and the limit."""
     with pytest.raises(UserError, match=re.escape(says)):
         load().to_device({"input_ids": IDS, "labels": torch.tensor([0, 1])} | WRONG[says])
 
@@ -142,7 +137,6 @@ def test_bad_batches_are_refused(says: str) -> None:
     ],
 )
 def test_bad_heads_are_refused(options: dict[str, Any], says: str) -> None:
-    """With what is needed."""
     with pytest.raises(UserError, match=says):
         keyhole.load(config("bert"), init="random", device="cpu", **options)
 

@@ -26,7 +26,6 @@ def load(name: str, **options: Any) -> keyhole.Model:
 
 
 def test_nll_is_cross_entropy_of_the_full_logits(name: str) -> None:
-    """Chunked loss at the trained positions equals the textbook computation on all logits."""
     model, one = load(name), batch()
     nll_B, count_B = model.nll(one)
     torch.testing.assert_close(nll_B, hf_nll(model.module, one), rtol=1e-5, atol=1e-4)
@@ -35,8 +34,6 @@ def test_nll_is_cross_entropy_of_the_full_logits(name: str) -> None:
 
 @in_every_run(lambda name: name in KINDS)
 def test_streamed_equals_resident(name: str) -> None:
-    """Losses, tokens and their scores are the same bits whether units are resident, streamed whole, or cut into
-    matrices and poisoned as soon as they are left."""
     resident, one = load(name), batch()
     nll_B, (tokens, scores) = resident.nll(one)[0], greedy(resident, one["input_ids"])
     cut = streamed(resident, max_unit_numel=1, slot_count=1, chaos=random.Random(0))
@@ -58,7 +55,6 @@ def greedy(model: keyhole.Model, ids: torch.Tensor) -> tuple[torch.Tensor, torch
 
 @in_every_run(lambda name: name in SAVED)
 def test_save_and_load_back(name: str, tmp_path: Path) -> None:
-    """A saved streamed model is, to the bit, what Transformers and keyhole load from its directory."""
     model = load(name, placement="stream", seed=3)
     for buffer in saved_buffers(model.module).values():
         buffer.uniform_(-0.1, 0.1)
@@ -73,7 +69,6 @@ def test_save_and_load_back(name: str, tmp_path: Path) -> None:
 
 @in_every_run(lambda name: name in KINDS)
 def test_packing_is_right_or_refused(name: str) -> None:
-    """Either two packed samples cost what they cost alone, or the model is refused with the setting to change."""
     model = keyhole.load(config(name, initializer_range=0.1), init="random", device="cpu")
     first, second = batch(1, 6, seed=1), batch(1, 5, seed=2)
     packed = {key: torch.cat([first[key], second[key]], dim=1) for key in first}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from keyhole.errors import UserError
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import check, check_alike, to_device
-from keyhole.model.objective import Tokens
 from keyhole.model.structure import layout as layout_module
 from tests.model.backward.gradients import Collect, assert_same, collected, joined, load
 from tests.model.candidates import candidate_batch, plain_candidates_loss
@@ -21,7 +20,6 @@ CPU = torch.device("cpu")
 
 @given(st.lists(st.integers(2, 5), min_size=1, max_size=4), st.integers(0, 10**6))
 def test_loss_and_weights_are_those_of_the_formula(sizes: list[int], seed: int) -> None:
-    """For any numbers of candidates and tokens: question by question in float64, and its gradient by autograd."""
     one = candidate_batch(sizes, seed)
     sent = to_device(one, CPU)
     nll_N = 3 * torch.rand(sent.token_count, generator=torch.Generator().manual_seed(seed))
@@ -36,13 +34,6 @@ def test_loss_and_weights_are_those_of_the_formula(sizes: list[int], seed: int) 
     assert sent.loss.count == len(sizes)
     assert float(sent.loss.total(nll_N)) == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
     torch.testing.assert_close(sent.loss.weights(nll_N).double(), exact_N.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_a_batch_without_questions_is_trained_by_tokens() -> None:
-    """Its loss is the sum over tokens, each of which counts once."""
-    sent, nll_N = to_device(batch(), CPU), torch.rand(14)
-    assert type(sent.loss) is Tokens and sent.loss.count == sent.token_count
-    assert torch.equal(sent.loss.total(nll_N), nll_N.sum()) and sent.loss.weights(nll_N) is None
 
 
 @pytest.mark.parametrize("rows", [40, 1000], ids=["three chunks", "one chunk"])
@@ -75,7 +66,6 @@ def test_a_scaled_loss_scales_every_gradient() -> None:
 
 
 def test_evaluation_stays_per_row() -> None:
-    """nll() of a batch of candidates is that of the same rows without question and answer."""
     model, one = load(), candidate_batch([2, 3])
     rows = {key: value for key, value in one.items() if key not in ("question", "answer")}
     assert all(torch.equal(a, b) for a, b in zip(model.nll(one), model.nll(rows), strict=True))
@@ -106,7 +96,6 @@ WRONG = {
 
 @pytest.mark.parametrize("says", WRONG)
 def test_what_is_no_choice_is_refused(says: str) -> None:
-    """With the row or the question, and what is needed."""
     one = WRONG[says]
     if "position_ids" in one:
         one["position_ids"] = one["position_ids"][:, : one["input_ids"].shape[1]]
@@ -115,7 +104,6 @@ def test_what_is_no_choice_is_refused(says: str) -> None:
 
 
 def test_micro_batches_of_two_objectives_are_refused() -> None:
-    """A step has one loss."""
     check_alike([candidate_batch([2]), candidate_batch([3])])
     with pytest.raises(UserError, match="some of 2 micro-batches are trained by candidates"):
         load().to_device([candidate_batch([2]), batch()])

@@ -33,7 +33,6 @@ def changed(model: keyhole.Model, steps: int = 2) -> set[str]:
     ],
 )
 def test_zo_leaves_alone_what_tokens_never_reach(model_type: str, parts: tuple[str, ...]) -> None:
-    """Towers and attention to an encoder keep their bits; everything else is trained; the start block says it."""
     model = load(model_type)
     moved, names = changed(model), {tensor.name for tensor in model.layout.tensors}
     outside = {name for name in names if any(part in name for part in parts)}
@@ -50,7 +49,6 @@ def test_experts_that_no_token_chose_are_trained() -> None:
 
 
 def test_stacks_outside_of_the_blocks_are_reported_with_their_share() -> None:
-    """The second of two stacks is on the device all the time, and the start block says how much that is."""
     model = load("hrm_text")
     said = next(line for line in model.describe() if line.startswith("outside of the blocks"))
     (outside,) = stacks_outside(model.module, model.layout.parts.blocks).items()
@@ -83,7 +81,6 @@ def test_a_loss_that_is_not_computed_is_refused(model_type: str, changes: dict[s
     [("ernie4_5_moe", "bfloat16", "float32"), ("gpt_oss", "float16", "bfloat16"), ("zamba", "bfloat16", "float32")],
 )
 def test_parameters_that_stay_in_fp32_are_not_cast(model_type: str, dtype: str, other: str) -> None:
-    """16 bit is refused where Transformers would keep a parameter in float32, and the dtype that works is named."""
     with pytest.raises(UserError, match=f"dtype={other}"):
         load(model_type, dtype)
     assert load(model_type, other).dtype == getattr(torch, other)

@@ -30,8 +30,6 @@ def test_without_a_budget_what_is_free_is_left(free: int, reserved: int, planned
 def test_recordings_leave_room_for_the_planned_step(
     free: int, budget: int, planned: int, asked: list[tuple[int, int]]
 ) -> None:
-    """One recording after the other takes what it asks for if so much is left, while the allocator holds more or less
-    beside: the largest planned step fits the budget beside all of them, and so does whatever is reserved."""
     held = 0
     for takes, cached in asked:
         reserved = held + cached

@@ -12,7 +12,6 @@ from tests.training.children import server
 
 
 def test_pieces_lie_side_by_side() -> None:
-    """Pieces share the memory they are cut from, without gap or overlap; from any piece the whole is found."""
     flat = arena.host_memory(12)
     pieces = flat.split([5, 0, 3, 4])
     assert [piece.numel() for piece in pieces] == [5, 0, 3, 4]
@@ -78,7 +77,6 @@ def test_memory_is_unpinned_before_it_is_freed(cudart: Cudart) -> None:
 
 
 def test_pinned_memory_at_the_end_of_the_process() -> None:
-    """An interpreter that ends with pinned memory alive ends quietly."""
     program = """
 import torch
 from keyhole.offload import arena
@@ -138,7 +136,6 @@ def forks(cuda: str, after: str) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and madvise")
 def test_pinned_memory_is_not_inherited_by_a_fork() -> None:
-    """A child has what is not pinned, and not what is; it works, and unpins nothing of its parent's."""
     forks(PRETENDED, "")
 
 

@@ -17,7 +17,6 @@ class Event:
 
 
 def test_the_host_waits_for_the_oldest_copies_and_for_no_more_than_needed() -> None:
-    """Never more bytes than allowed, unless a single copy is larger; the oldest first, and the newest never."""
     waited: list[int] = []
     down = Downlink(Engine([], set(), torch.device("cpu")), most_bytes=100)
     for number, size in enumerate((60, 40, 30, 150, 10, 90)):

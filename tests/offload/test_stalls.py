@@ -62,7 +62,6 @@ def test_sweeps_are_told_in_order_and_apart(stalls: Stalls) -> None:
 
 
 def test_later_sweeps_are_sampled(stalls: Stalls) -> None:
-    """The first few all, then one in so many."""
     measured = []
     for i in range(3 * NTH):
         sweep(stalls, [1.0, 1.0])

@@ -8,7 +8,6 @@ from keyhole.offload.timeline import Timeline
 
 
 def test_off_records_nothing() -> None:
-    """A disabled timeline needs no GPU and keeps no spans."""
     timeline = Timeline(enabled=False)
     with timeline.span("upload", "page 1"):
         pass
@@ -44,7 +43,6 @@ def test_the_engine_marks_all_lanes() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_spans_are_measured_on_the_device() -> None:
-    """A span lasts as long as the work enqueued in it."""
     timeline = Timeline()
     with timeline.span("compute", "sleep"):
         torch.cuda._sleep(20_000_000)

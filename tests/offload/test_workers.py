@@ -35,7 +35,6 @@ def pool() -> Workers:
 
 
 def test_a_page_is_ready_when_all_its_jobs_are_done(pool: Workers) -> None:
-    """A page nobody works on is ready; one with two jobs, after the second."""
     gate, done = Event(), []
     assert pool.ready(3)
     pool.submit(lambda: done.append("first"), page=3)
@@ -48,7 +47,6 @@ def test_a_page_is_ready_when_all_its_jobs_are_done(pool: Workers) -> None:
 
 
 def test_submit_never_waits_for_an_event(pool: Workers) -> None:
-    """The worker waits for CUDA, in its own thread."""
     gate = Event()
     begin_s = time.perf_counter()
     pool.submit(lambda: None, page=0, after=gate)
@@ -77,7 +75,6 @@ def test_the_most_urgent_job_that_may_start_is_next(pool: Workers) -> None:
 
 @pytest.mark.parametrize("call", ["submit", "ready", "wait", "drain"])
 def test_the_first_error_stops_the_caller_with_its_cause(call: str) -> None:
-    """Whatever the caller does next raises the job's error; nothing after it runs; the thread is gone."""
     pool, ran = Workers(threads=1), []
     gate = Event()
     pool.submit(lambda: None, after=gate)
@@ -98,7 +95,6 @@ def test_the_first_error_stops_the_caller_with_its_cause(call: str) -> None:
 
 
 def test_a_caller_that_waits_already_is_woken_by_the_error(pool: Workers) -> None:
-    """No hang: the wait for a page that will never be done ends."""
     gate = Event()
 
     def fail() -> None:
@@ -112,7 +108,6 @@ def test_a_caller_that_waits_already_is_woken_by_the_error(pool: Workers) -> Non
 
 
 def test_finish_waits_for_the_last_job_and_never_for_its_own_thread() -> None:
-    """All jobs are done when it returns, and the threads have ended; in a job it does nothing."""
     pool, done, found = Workers(threads=1), [], []
     pool.submit(lambda: found.append(pool.finish()))
     for i in range(20):
@@ -123,7 +118,6 @@ def test_finish_waits_for_the_last_job_and_never_for_its_own_thread() -> None:
 
 @pytest.mark.parametrize("helper", [False, True])
 def test_torch_threads_of_the_caller_stay(helper: bool) -> None:
-    """The worker's number of threads is its own: not the caller's, nor that of threads begun later."""
     before, seen = torch.get_num_threads(), []
     try:
         torch.set_num_threads(1)
@@ -140,7 +134,6 @@ def test_torch_threads_of_the_caller_stay(helper: bool) -> None:
 
 
 def test_jobs_leave_the_interpreter_to_the_caller(pool: Workers) -> None:
-    """While a job updates millions of elements, the caller's Python goes on: torch holds no GIL."""
     from keyhole.ops.adam import host_adamw_
 
     state = list(torch.zeros(3, 2**23).unbind())
@@ -192,7 +185,6 @@ def test_every_job_is_done_once_by_one_of_the_two(pair: Workers) -> None:
 
 @pytest.mark.parametrize("when", ["begin", "end"])
 def test_a_helper_that_fails_stops_the_caller(when: str) -> None:
-    """Whether the job could not begin or did not end well."""
     pool, gate = Workers(threads=1, helper=True), threading.Event()
 
     def fail() -> None:

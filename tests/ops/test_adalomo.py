@@ -94,7 +94,6 @@ def assert_close(made: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("shape", [(24, 40), (1, 9), (9, 1), (33,), (1,)])
 def test_reference_is_the_published_rule(shape: tuple[int, ...]) -> None:
-    """Five steps in float32 stay within rounding of the textbook in float64."""
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(shape, generator=generator) * 0.02
     textbook, state = Textbook(w), adalomo_state(shape, "cpu")
@@ -120,7 +119,6 @@ def test_reference_is_the_published_rule(shape: tuple[int, ...]) -> None:
 def test_kernel_equals_reference(
     shape: tuple[int, ...], dtype: torch.dtype, rounding: str, poison: bool, offset: int
 ) -> None:
-    """Vectors, matrices and stacks of any size: the kernels follow the reference."""
     if backend.TRITON_MISSING or not (backend.INTERPRETED or torch.cuda.is_available()):
         pytest.skip("needs Triton, interpreted or on a GPU")
     device = torch.device("cpu" if backend.INTERPRETED else "cuda")
@@ -161,7 +159,6 @@ def test_stack_is_factored_by_matrix_and_normalised_as_one(kernel_device: torch.
 
 
 def test_zero_gradient_is_no_step() -> None:
-    """A gradient of zeros divides nothing by zero and leaves the weights."""
     for shape in ((5,), (4, 6)):
         w, state = torch.ones(shape), adalomo_state(shape, "cpu")
         adalomo_update_(w, torch.zeros(shape), state, lr=0.1, t=1)

@@ -25,7 +25,6 @@ def test_it_is_off_inside_and_on_again_afterwards() -> None:
 @in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "adamw", "lora"))
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_evaluation_and_generation_are_the_same(name: str) -> None:
-    """With and without the caller's autocast, to the bit."""
     if "lora" in name:
         pytest.importorskip("peft")
     found = []

@@ -8,13 +8,11 @@ from keyhole.ops import backend
 
 
 def test_cpu_tensors_use_the_reference() -> None:
-    """Nothing but an explicit request makes a CPU tensor go through Triton."""
     assert not backend.use_kernel(torch.device("cpu"))
     assert backend.use_kernel(torch.device("cuda")) == (not backend.TRITON_MISSING)
 
 
 def test_force_is_undone_even_after_an_error() -> None:
-    """The override holds inside its context and nowhere else."""
     with pytest.raises(KeyError), backend.force("kernel"):
         assert backend.use_kernel(torch.device("cpu"))
         raise KeyError
@@ -22,7 +20,6 @@ def test_force_is_undone_even_after_an_error() -> None:
 
 
 def test_describe_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line for the start block names what runs and why."""
     with backend.force("reference"):
         assert ops.describe() == "ops: reference, forced"
     monkeypatch.setattr(backend, "TRITON_MISSING", "No module named 'triton'")

@@ -30,7 +30,6 @@ def test_positions_past_2_31_do_not_wrap(kernel_device: torch.device, ids_dtype:
 
 @pytest.mark.gpu
 def test_a_table_in_page_locked_host_memory(cuda: torch.device) -> None:
-    """The kernel reads the host's rows in place."""
     table_VH = torch.randn(500, 300).pin_memory()
     ids_M = torch.tensor([3, 499, 3])
     assert torch.equal(gather_rows(table_VH, ids_M.to(cuda)).cpu(), table_VH[ids_M])

@@ -1,5 +1,7 @@
 """Cross entropy in chunks of the vocabulary against torch's, reference and kernel."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,7 +17,6 @@ kernel = pytest.param("kernel", marks=pytest.mark.skipif(DEVICE == "cpu" and not
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens, vocabulary, chunk", [(5, 99, 99), (7, 1000, 130), (3, 5000, 4999), (1, 10, 1)])
 def test_equals_cross_entropy(choice: str, dtype: torch.dtype, tokens: int, vocabulary: int, chunk: int) -> None:
-    """Any chunking gives torch's cross entropy of all logits, also when logits are large."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (30 * torch.randn(tokens, vocabulary, generator=generator)).to(dtype).to(DEVICE)
     targets = torch.randint(vocabulary, (tokens,), generator=generator).to(DEVICE)
@@ -45,44 +46,29 @@ def test_gradient_of_one_chunk_is_torchs(scale: float) -> None:
 
 @pytest.mark.parametrize("choice", ["reference", kernel])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("tokens, vocabulary, chunk", [(5, 99, 99), (7, 1000, 130), (3, 9000, 8999), (1, 10, 1)])
-def test_gradient_in_chunks(choice: str, dtype: torch.dtype, tokens: int, vocabulary: int, chunk: int) -> None:
-    """Any chunking, over the logits themselves, with the scale on the device: torch's gradient of all logits."""
+def test_gradient_in_chunks(
+    choice: str, dtype: torch.dtype, per_token: bool, tokens: int, vocabulary: int, chunk: int
+) -> None:
+    """Any chunking, over the logits themselves: torch's gradient of all logits. One scale on the device, or one per
+    token, some of them negative as those of wrong candidates."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (10 * torch.randn(tokens, vocabulary, generator=generator)).to(dtype).to(DEVICE).requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), generator=generator).to(DEVICE)
-    (F.cross_entropy(logits.float(), targets, reduction="sum") * 0.37).backward()
-    made, scale = logits.detach().clone(), torch.tensor(0.37, device=DEVICE)
-    with force(choice):
-        running = RunningNLL(targets)
-        for first in range(0, vocabulary, chunk):
-            running.add(made[:, first : first + chunk], first)
-        for first in range(0, vocabulary, chunk):
-            for part, rows in zip(running.split(2), made[:, first : first + chunk].split(2), strict=True):
-                part.grad_(rows, first, scale)
-    rtol = 1e-4 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(made, logits.grad, rtol=rtol, atol=1e-7)
-
-
-@pytest.mark.parametrize("choice", ["reference", kernel])
-@pytest.mark.parametrize("chunk", [99, 40])
-def test_gradient_with_a_scale_per_token(choice: str, chunk: int) -> None:
-    """Some of them negative, as those of wrong candidates: torch's gradient of the weighted sum."""
-    generator = torch.Generator().manual_seed(chunk)
-    logits = (5 * torch.randn(7, 99, generator=generator)).to(DEVICE).requires_grad_()
-    targets = torch.randint(99, (7,), generator=generator).to(DEVICE)
-    scale_N = torch.randn(7, generator=generator).to(DEVICE)
-    (F.cross_entropy(logits, targets, reduction="none") * scale_N).sum().backward()
+    scale = torch.randn(tokens, generator=generator).to(DEVICE) if per_token else torch.tensor(0.37, device=DEVICE)
+    (F.cross_entropy(logits.float(), targets, reduction="none") * scale).sum().backward()
     made = logits.detach().clone()
     with force(choice):
         running = RunningNLL(targets)
-        for first in range(0, 99, chunk):
+        for first in range(0, vocabulary, chunk):
             running.add(made[:, first : first + chunk], first)
-        for first in range(0, 99, chunk):
-            rows = made[:, first : first + chunk]
-            for part, x, scale in zip(running.split(3), rows.split(3), scale_N.split(3), strict=True):
-                part.grad_(x, first, scale)
-    torch.testing.assert_close(made, logits.grad, rtol=1e-5, atol=1e-6)
+        for first in range(0, vocabulary, chunk):
+            scales = scale.split(2) if per_token else itertools.repeat(scale)
+            for part, rows, one in zip(running.split(2), made[:, first : first + chunk].split(2), scales, strict=False):
+                part.grad_(rows, first, one)
+    rtol = 1e-4 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(made, logits.grad, rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.gpu

@@ -64,6 +64,7 @@ def test_a_grid_with_offsets_means_s_q_plus_m(grid: Grid, kernel_device: torch.d
     pairs_G2 = torch.randn(groups, 2, generator=generator) * torch.logspace(-7, 4, groups).unsqueeze(1)
     pairs_G2[3] = 0.0
     scales = pairs_G2.to(grid.scale_dtype).view(-1)
+    assert q_GE.numel() // 2 + scales.nbytes == q_GE.numel() * grid.bytes_per_element == 0.625 * q_GE.numel()
     low, high = q_GE.to(torch.uint8).split(grid.group // 2, dim=1)
     codes = (low | (high << 4)).reshape(-1)
     s_G1, m_G1 = scales.view(-1, 2).double().split(1, dim=1)
@@ -97,17 +98,6 @@ def test_what_lies_on_the_grid_comes_back(grid: Grid) -> None:
     picked_GE = levels[torch.randint(len(levels), (40, grid.group), generator=torch.Generator().manual_seed(1))]
     picked_GE[:, 0] = levels[0]
     scales_G1 = torch.logspace(-3, 2, 40).half().float().unsqueeze(1)
+    scales_G1[::2] *= -1 if grid.name == "int4" else 1  # its largest number may be positive: no level is lost to that
     w = (picked_GE * scales_G1).view(-1)
     assert torch.equal(unpack(*pack(w, grid), grid), w)
-
-
-def test_the_error_of_normal_weights_is_small() -> None:
-    """Relative to their energy: int8 below 1e-4, nf4 below int4, and int4 below the grid that wastes its 16th level."""
-    w = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
-    error = {}
-    for name in LEVELS:
-        grid = Grid(name)
-        error[name] = float((unpack(*pack(w, grid), grid) - w).square().mean())
-    step_G1 = w.view(-1, 64).abs().amax(1, keepdim=True) / 7
-    symmetric = float(((w.view(-1, 64) / step_G1).round() * step_G1 - w.view(-1, 64)).square().mean())
-    assert error["int8"] < 1e-4 < error["nf4"] < error["int4"] < symmetric < 0.02

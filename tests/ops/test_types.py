@@ -18,7 +18,6 @@ def has_types(function: ast.FunctionDef) -> bool:
 
 
 def test_every_function_that_is_no_kernel_has_types() -> None:
-    """All arguments, and what it returns."""
     bare = []
     for path in Path(keyhole.ops.__file__).parent.rglob("*.py"):
         functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]

@@ -58,7 +58,6 @@ def test_a_mask_is_removed_where_there_was_none(no_gpu: None, masks: list[Any], 
 
 
 def test_other_calls_keep_their_masks(no_gpu: None, masks: list[Any]) -> None:
-    """Inputs of another shape, blocks that once had a mask, and blocks that were not seen."""
     model = keyhole.load(config("llama"), init="random", device="cpu")
     ids = batch(ROWS, LENGTH)["input_ids"]
     with noted(model.blocks) as shorter:
@@ -116,7 +115,6 @@ def test_recorded_steps_attend_like_eager_ones(
 
 
 def test_without_streams_everything_stays_where_it_is() -> None:
-    """No pass gets a stream, and forks and joins do nothing."""
     branches = Branches()
     branches.fork(0, 0)
     branches.fork(0, 1)

@@ -31,8 +31,6 @@ def small_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_stacks")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stacks_are_cut_into_experts(name: str) -> None:
-    """Units are side by side, every expert of every stack is one, biases of stacks are on the spine, and an element's
-    index does not depend on the cut."""
     module = build(config(name), torch.float32)
     layout, whole = find_layout(module, 1), find_layout(module)
     assert layout.tensors == whole.tensors and layout.has_expert_units and not whole.has_expert_units
@@ -63,8 +61,6 @@ def test_whole_stacks_on_request() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_streamed_experts_equal_resident_ones(name: str, request: pytest.FixtureRequest) -> None:
-    """Losses and tokens of a model whose experts come one by one are those of the resident model to the bit, and those
-    of Transformers within rounding."""
     one, options = batch(), {"max_new_tokens": 4, "do_sample": False}
     whole = load(name)
     theirs_B = hf_nll(whole.module, one)

@@ -241,8 +241,6 @@ class Borrows(nn.Module):
 @pytest.mark.usefixtures("pretended")
 @torch.no_grad()
 def test_a_spine_that_lies_elsewhere_is_seen() -> None:
-    """Another method on the same model has other memory for the perturbed spine, perhaps with weights where they
-    were."""
     block, x = Borrows(), torch.ones(2, 4)
     graphs = alone(block)
     for value in (1.0, 2.0):
@@ -253,7 +251,6 @@ def test_a_spine_that_lies_elsewhere_is_seen() -> None:
 
 
 def test_what_could_change_unseen_gets_no_graph() -> None:
-    """An object of another kind (a cache) in the inputs; plain values and nested tensors have a signature."""
     x = torch.ones(2)
     assert signature_of((x, [1, None, {"a": (x, "b", torch.float32)}])) is not None
     assert signature_of((x, {"cache": object()})) is None
@@ -306,8 +303,6 @@ def test_a_pool_is_not_used_again_after_its_last_graph_or_a_failed_capture(monke
 
 
 def test_hooks_of_users_are_told_from_those_that_are_always_there() -> None:
-    """On any module, of any kind, and for all modules; not keyhole's own, and not those with which Transformers
-    collects hidden states."""
     model = keyhole.load(config("llama"), init="random", device="cpu")
     hooks, layer = UsersHooks(model.module.modules()), model.module.model.layers[1].mlp.up_proj
     assert not hooks.any()

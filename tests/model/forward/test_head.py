@@ -16,7 +16,6 @@ def load(name: str) -> keyhole.Model:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_rows_of_the_head_give_their_logits(name: str) -> None:
-    """A chunk of rows gives exactly that chunk of the model's logits, bias, scale and soft cap included."""
     model, ids = load(name), batch()["input_ids"]
     head = model.head
     logits_NV = model.module(input_ids=ids, use_cache=False).logits.flatten(0, 1)
@@ -31,7 +30,6 @@ def test_rows_of_the_head_give_their_logits(name: str) -> None:
 
 
 def test_many_tokens_go_in_slices() -> None:
-    """Slices of tokens give the bits of all at once; the slice only bounds memory."""
     model = load("llama")
     hidden_NH = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
     target_N = torch.arange(50)
@@ -43,7 +41,6 @@ def test_many_tokens_go_in_slices() -> None:
 
 
 def test_loss_with_gradients_is_cross_entropy() -> None:
-    """The chunked, recomputed loss has the value and the gradients of the plain one."""
     model = load("gemma2")
     hidden_NH = torch.randn(20, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
     target_N = torch.arange(20)
@@ -62,7 +59,6 @@ def test_loss_with_gradients_is_cross_entropy() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_losses_of_rows_have_the_same_bits_every_time() -> None:
-    """Hundreds of trained tokens per row are added up in one order."""
     model = keyhole.load(config("llama"), init="random", device="cuda", dtype="float32")
     ids = torch.randint(5, 90, (4, 512), generator=torch.Generator().manual_seed(0))
     found = [model.nll({"input_ids": ids, "labels": ids})[0].tolist() for _ in range(20)]

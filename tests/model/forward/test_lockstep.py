@@ -39,17 +39,7 @@ def serve_all(count: int, log: list) -> Callable:
     return serve
 
 
-def test_passes_advance_together() -> None:
-    """Each unit is served once and all passes go through it before the next one is looked at."""
-    conductor, log = Lockstep(), []
-    results = conductor.run([visiting(conductor, log, i, ["a", "b"]) for i in range(3)], serve_all(3, log))
-    assert results == [0, 10, 20]
-    expected = [[("serve", unit), (0, unit), (1, unit), (2, unit)] for unit in (None, "a", "b")]
-    assert log == sum(expected, [])
-
-
 def test_order_of_resuming_is_the_servers() -> None:
-    """Passes run in the order in which the server resumes them, and `current` is the one that runs."""
     conductor, log = Lockstep(), []
 
     def serve(unit: Any, resume: Callable[[int], None]) -> None:
@@ -66,7 +56,6 @@ def test_order_of_resuming_is_the_servers() -> None:
 
 @given(st.lists(st.lists(st.sampled_from("abcde"), max_size=6), min_size=1, max_size=4))
 def test_passes_may_visit_different_units(routes: list[list[str]]) -> None:
-    """Each pass sees exactly its own units in its own order, whatever the others visit."""
     routes = [[u for k, u in enumerate(route) if k == 0 or u != route[k - 1]] for route in routes]
     conductor, log = Lockstep(), []
     conductor.run([visiting(conductor, log, i, route) for i, route in enumerate(routes)], serve_all(len(routes), log))
@@ -79,7 +68,6 @@ def test_passes_may_visit_different_units(routes: list[list[str]]) -> None:
 
 
 def test_a_pass_has_its_own_grad_mode_and_the_callers_context() -> None:
-    """What a pass sets does not reach the others or the caller; context variables are the caller's."""
     conductor, setting, seen = Lockstep(), ContextVar("setting", default=0), []
     setting.set(1)
 
@@ -104,8 +92,6 @@ def test_a_pass_has_its_own_grad_mode_and_the_callers_context() -> None:
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("at", ["start", "a", "b", "end"])
 def test_error_in_a_pass_reaches_the_caller(failing: int, at: str) -> None:
-    """The pass's own exception is raised; the other passes, wherever they wait, are unwound, and nothing of them is
-    kept."""
     conductor, ended, kept = Lockstep(), [], []
 
     def run(index: int) -> Callable[[], None]:
@@ -134,7 +120,6 @@ def test_error_in_a_pass_reaches_the_caller(failing: int, at: str) -> None:
 
 @pytest.mark.parametrize("at", [None, "a", "b"])
 def test_error_in_the_server_ends_the_passes(at: str | None) -> None:
-    """A server that fails (a damaged unit, an interrupt) leaves no pass behind."""
     conductor, log = Lockstep(), []
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
@@ -149,7 +134,6 @@ def test_error_in_the_server_ends_the_passes(at: str | None) -> None:
 
 
 def test_forgotten_pass_is_a_bug() -> None:
-    """A server that does not resume everybody is caught."""
     conductor = Lockstep()
     with pytest.raises(AssertionError, match="waiting"):
         conductor.run([visiting(conductor, [], i, ["a"]) for i in range(2)], serve_all(1, []))
@@ -157,7 +141,6 @@ def test_forgotten_pass_is_a_bug() -> None:
 
 @pytest.mark.parametrize("at", [None, "a", "b"])
 def test_an_interrupt_in_a_pass_ends_the_run(at: str | None) -> None:
-    """Ctrl-C while a pass runs is raised there, and the next run is not met by what was left of it."""
     conductor = Lockstep()
 
     def body(interrupts: bool) -> Callable[[], str]:

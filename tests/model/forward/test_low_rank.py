@@ -28,7 +28,6 @@ ALIBI = ("bloom",)  # an argument by row and head
 @pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gemma3", "cohere", "olmo2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_pass_for_all_looks_equals_a_pass_each(name: str, dtype: str) -> None:
-    """Up to the rounding of products with fewer rows."""
     model, plain = load(name, dtype=dtype), load(name, dtype=dtype)
     found = train(model, 3, lr=1e-2, directions=2, **LOW)
     opt = keyhole.ZO(plain, lr=1e-2, directions=2, eps=1e-2, seed=7, **LOW)
@@ -117,8 +116,6 @@ def rows_seen(model: keyhole.Model) -> Iterator[list[list[int]]]:
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_frozen_start_equals_all_rows(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and weights are those of passes that carry every look through every block, up to the rounding of products
-    with fewer rows."""
     model, plain = lower(load(name, dtype=dtype)), lower(load(name, dtype=dtype))
     with rows_seen(model) as seen:
         found = train(model, 4, directions=2, lr=1e-2, **LOW)
@@ -132,7 +129,6 @@ def test_frozen_start_equals_all_rows(name: str, dtype: str, monkeypatch: pytest
 
 
 def test_looks_part_where_something_is_trained() -> None:
-    """A trained embedding, or a trained norm in the first block: every block has all rows."""
     for model in (lower(load(), embeddings=False), lower(load())):
         if model.embedding.weight.requires_grad is False:
             next(model.blocks[0].parameters()).requires_grad_(True)
@@ -163,7 +159,6 @@ def test_a_frozen_block_after_a_trained_one_has_all_rows() -> None:
 
 
 def test_a_later_method_that_trains_the_first_blocks() -> None:
-    """What is frozen is asked in every pass, of the method that is there."""
     model, plain = lower(load()), load()
     train(model, 0, lr=1e-2, **LOW)
     for p in model.module.parameters():
@@ -174,7 +169,6 @@ def test_a_later_method_that_trains_the_first_blocks() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_streamed_equals_resident(name: str) -> None:
-    """Also where a block is cut into several units, and passes of two batches take turns."""
     batches = [batch(seed=1), batch(seed=2, length=6)]
     model = lower(load(name))
     cut = lower(streamed(load(name), max_unit_numel=1, slot_count=2, chaos=random.Random(1)))
@@ -184,7 +178,6 @@ def test_streamed_equals_resident(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
 def test_as_many_rows_as_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two looks of 5 rows of 10 tokens."""
     model, plain, rows = lower(load(name)), lower(load(name)), batch(rows=5, length=10, seed=1)
     found = train(model, 2, [rows], lr=1e-2, **LOW)
     monkeypatch.setattr(layers, "install_once", lambda *args: None)

@@ -35,8 +35,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tiles_cover_their_matrix(name: str) -> None:
-    """Units are side by side, tiles of a matrix cover its rows once and in order, vectors of cut layers are on the
-    spine, and an element's index does not depend on the cut."""
     module = build(config(name), torch.float32)
     layout, whole = find_layout(module, 1), find_layout(module)
     assert layout.tensors == whole.tensors and layout.parts.tiled_layers == whole.parts.tiled_layers > 0
@@ -61,8 +59,6 @@ def test_tiles_cover_their_matrix(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_streamed_tiles_equal_resident_ones(name: str, request: pytest.FixtureRequest) -> None:
-    """Losses and tokens of a model whose large matrices come row by row are those of the resident model to the bit, and
-    of the uncut model within rounding."""
     one, options = batch(), {"max_new_tokens": 4, "do_sample": False}
     uncut_B = load(name).nll(one)[0]
     request.getfixturevalue("small_tiles")
@@ -80,7 +76,6 @@ def test_streamed_tiles_equal_resident_ones(name: str, request: pytest.FixtureRe
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["opt", "llama", "mixtral"])
 def test_training_in_tiles(name: str, dtype: str) -> None:
-    """Three steps with two directions and two micro-batches: losses and weights are the resident model's to the bit."""
     resident = load(name, dtype=dtype)
     other = streamed(resident, 1, slot_count=2, chaos=random.Random(1))
     batches = [batch(2, 8, seed=1), batch(1, 5, seed=2)]
@@ -96,8 +91,6 @@ def test_training_in_tiles(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("wire", [None, "bf16", "fp8"])
 def test_a_budget_that_only_tiles_fit(wire: str | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """A budget below the minimum of whole matrices is enough for tiles; the model runs, says that it is in tiles, and
-    saves as any other. Packed matrices are not cut."""
     made = config("llama", intermediate_size=512, vocab_size=64)
     work = Workload(tokens=8, passes=2)
     options = {"init": "random", "device": "cpu", "placement": "stream", "workload": work, "wire": wire}
@@ -142,7 +135,6 @@ def test_with_gradients_matrices_are_whole() -> None:
 @pytest.mark.parametrize("name", ["opt", "llama", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tiles_on_a_gpu(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With streams delayed at random, streamed tiles train to the bits of the resident model."""
     monkeypatch.setattr(fit, "UNIT_BYTES", 4)
     options = {"init": "random", "device": "cuda", "dtype": dtype}
     resident = keyhole.load(config(name), **options)

@@ -17,7 +17,6 @@ from tests.model.decoders import batch, config
 
 @pytest.mark.parametrize(("wire", "stored"), [(None, 2), ("fp32", 4), ("bf16", 2), ("fp16", 2)])
 def test_plain_formats_are_for_every_unit(wire: str | None, stored: int) -> None:
-    """Without a format of its own a unit is stored in the dtype of compute."""
     formats = Wire(torch.bfloat16, wire)
     for unit in find_layout(build(config("llama"), torch.bfloat16)).units:
         assert formats.home_bytes(unit) == stored * unit.numel == formats.home_dtype(unit).itemsize * unit.numel
@@ -33,7 +32,6 @@ def test_only_blocks_are_packed() -> None:
 
 
 def test_an_unknown_format_is_refused() -> None:
-    """The message lists what there is."""
     with pytest.raises(UserError, match="wire: 'int3' is not one of fp32, bf16, fp16, fp8"):
         Wire(torch.bfloat16, "int3")
 
@@ -84,7 +82,6 @@ def test_bytes_per_parameter() -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_evaluation_is_that_of_the_unpacked_model_in_any_placement(wire: str) -> None:
-    """Streamed and resident give the bits of a plain model that holds the unpacked weights; generation too."""
     packed, plain = load(wire=wire), load(wire=None)
     away = load(wire=wire, placement="stream")
     for mine, theirs in zip(packed.layout.tensors, plain.layout.tensors, strict=True):
@@ -97,7 +94,6 @@ def test_evaluation_is_that_of_the_unpacked_model_in_any_placement(wire: str) ->
 
 
 def test_large_tensors_are_packed_in_pieces(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
-    """The same bytes, from files and from the generator, however small the pieces."""
     whole = [load(), keyhole.load(tiny_model, device="cpu", wire="nf4")]
     monkeypatch.setattr(homes, "PIECE", 256)
     pieces = [load(), keyhole.load(tiny_model, device="cpu", wire="nf4")]
@@ -106,7 +102,6 @@ def test_large_tensors_are_packed_in_pieces(monkeypatch: pytest.MonkeyPatch, tin
 
 
 def test_what_is_not_finite_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    """A grid of integers has no NaN: the tensor is named."""
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -134,11 +129,3 @@ def test_what_is_saved_is_the_unpacked_model(tmp_path: Path) -> None:
 def test_methods_that_would_change_the_weights_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="wire|dtype it computes in"):
         getattr(keyhole, name)(load())
-
-
-def test_groups_of_published_grids_have_their_size() -> None:
-    """A scale per 32 elements: 0.5625 and 1.0625 bytes; with an offset, or both in float32 per 64, 0.625."""
-    for grid in (Grid("int4", 32, "float16", True), Grid("int4", 64, "float32", True)):
-        assert Wire(torch.bfloat16, "int4", grid).frozen.grid.bytes_per_element == 0.625
-    assert Wire(torch.bfloat16, "int4", Grid("int4", 32)).frozen.grid.bytes_per_element == 0.5625
-    assert Wire(torch.bfloat16, "int8", Grid("int8", 32)).frozen.grid.bytes_per_element == 1.0625

@@ -46,7 +46,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_unpacked_weights_are_those_that_the_format_means(name: str, source: Path, tmp_path: Path) -> None:
-    """Every tensor, to the bit of its dtype; what is saved is an ordinary model that says nothing of quantisation."""
     numbers = WRITERS[name](source, tmp_path / "in")
     model = keyhole.load(tmp_path / "in", device="cpu", dtype="float32")
     for tensor in model.layout.tensors:
@@ -62,7 +61,6 @@ def test_unpacked_weights_are_those_that_the_format_means(name: str, source: Pat
 
 @pytest.mark.parametrize("name", EXACT)
 def test_a_grid_that_fits_is_taken_over_bit_for_bit(name: str, source: Path, tmp_path: Path) -> None:
-    """Packed at home, streamed or not, and the very numbers of the unpacked model."""
     WRITERS[name](source, tmp_path / "in")
     plain = keyhole.load(tmp_path / "in", device="cpu", dtype="float32")
     packed = keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=EXACT[name], placement="stream")
@@ -81,7 +79,6 @@ def test_a_grid_that_fits_is_taken_over_bit_for_bit(name: str, source: Path, tmp
     ],
 )  # fmt: skip
 def test_another_grid_is_refused(name: str, wire: str, source: Path, tmp_path: Path) -> None:
-    """Weights are not rounded twice: the message says what holds them."""
     WRITERS[name](source, tmp_path / "in")
     better = EXACT.get(name, "null")
     with pytest.raises(UserError, match=f"wire: {wire} would round the weights again.*wire={better}"):
@@ -145,7 +142,6 @@ HARMS = {  # (name of the format, the tensor, its new value, what the message sa
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_codes_are_taken_over_only_if_the_grid_is_theirs(harm: str, source: Path, tmp_path: Path) -> None:
-    """What a grid cannot hold to the bit is refused, with a reason."""
     name, tensor, change, reason = HARMS[harm]
     WRITERS[name](source, tmp_path / "in")
     tensors = load_file(tmp_path / "in" / "model.safetensors")
@@ -234,7 +230,6 @@ def test_a_gguf_header_is_parsed_once(
 
 @pytest.mark.parametrize("form", ["Q4_0", "Q4_1"])
 def test_lora_trains_over_a_published_base(form: str, source: Path, tmp_path: Path) -> None:
-    """Adapters over 4-bit weights, streamed: the losses of adapters over the same numbers in a plain model."""
     pytest.importorskip("peft")
     write_gguf(source, tmp_path / "in", form)
     plain = keyhole.load(tmp_path / "in", device="cpu", dtype="float32")

@@ -53,7 +53,6 @@ def test_codes_are_not_taken_for_weights(tiny_model: Path, tmp_path: Path) -> No
 
 
 def test_a_tied_tensor_with_two_values_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    """config.json ties head and embedding, and the files have one of each: Transformers would not tie them."""
     table = load_file(tiny_model / "model.safetensors")["model.embed_tokens.weight"]
     tie = {"tie_word_embeddings": True}
     same = altered(tiny_model, tmp_path / "same", {"lm_head.weight": table.clone()}, **tie)
@@ -79,7 +78,6 @@ def test_a_tensor_in_two_shards_is_refused(tiny_model: Path, tmp_path: Path) -> 
 
 
 def test_weights_that_are_rounded_are_said(tiny_model: Path, tmp_path: Path) -> None:
-    """config.json says float32, the files hold float64: the model is not "as stored"."""
     weights = load_file(tiny_model / "model.safetensors")
     wide = altered(tiny_model, tmp_path / "w", {name: tensor.double() for name, tensor in weights.items()})
     (line,) = [line for line in keyhole.load(wide, device="cpu").describe() if "rounded" in line]
@@ -143,7 +141,6 @@ def test_matrices_are_normal_and_differ(pooled: bool, monkeypatch: pytest.Monkey
 
 
 def test_parts_of_a_large_matrix_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix larger than the pool is not the pool over and over."""
     monkeypatch.setattr(read, "POOLED_NUMEL", 0)
     monkeypatch.setattr(read, "CHUNK", 1 << 8)
     model = keyhole.load(config("llama"), init="random", device="cpu")

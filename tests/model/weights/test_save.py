@@ -25,7 +25,6 @@ def names(path: Path) -> set[str]:
 
 
 def test_round_trip_through_transformers(model: keyhole.Model, tmp_path: Path) -> None:
-    """What is saved loads in transformers, equal in every weight, with its tokenizer."""
     model.save_pretrained(tmp_path / "out")
     theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     ours = dict(model.named_tensors())
@@ -37,7 +36,6 @@ def test_round_trip_through_transformers(model: keyhole.Model, tmp_path: Path) -
 def test_saving_beside_other_files_replaces_only_the_model(
     model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards of an older save go, files of other kinds stay, and nothing temporary is left."""
     (tmp_path / "run").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(hf, "SHARD_BYTES", 50_000)
@@ -49,7 +47,6 @@ def test_saving_beside_other_files_replaces_only_the_model(
 
 
 def test_a_file_where_the_model_should_go_is_kept(model: keyhole.Model, tmp_path: Path) -> None:
-    """As the directory itself, or as one above it."""
     notes = tmp_path / "notes"
     notes.write_text("mine")
     for path in (notes, notes / "model", notes / "deep" / "model"):
@@ -91,7 +88,6 @@ TWO = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.
 def test_a_crash_at_any_rename_leaves_no_mixture(
     old: set[str], new: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the two models are stored in: the directory holds one of them whole, or nothing that loads."""
     map_of_two = {name: name for name in TWO if name.startswith("model-")}
     for die_at in range(12):
         path, temporary = tmp_path / f"{die_at}", tmp_path / f"{die_at}.new"
@@ -125,7 +121,6 @@ def test_a_crash_at_any_rename_leaves_no_mixture(
 def test_the_files_that_transformers_would_write(
     model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int
 ) -> None:
-    """The same names, the same small files, the same tensors; weights in one file or in several with an index."""
     from safetensors.torch import load_file
 
     monkeypatch.setattr(hf, "SHARD_BYTES", limit_bytes)
@@ -146,7 +141,6 @@ def test_the_files_that_transformers_would_write(
 
 
 def test_publish_links_weights_and_copies_the_rest(model: keyhole.Model, tmp_path: Path) -> None:
-    """The published weights take no space, other files stay out, and the config is a copy."""
     checkpoint, out = tmp_path / "out" / "checkpoint-3", tmp_path / "out"
     model.save_pretrained(checkpoint)
     own = names(checkpoint)
@@ -179,7 +173,6 @@ def test_files_of_the_user_in_a_folder_of_the_model_stay(model: keyhole.Model, t
 
 
 def test_end_tokens_join_the_generation_config(model: keyhole.Model, tmp_path: Path) -> None:
-    """The token that ends a trained turn stops generation after a save, beside the ones known before."""
     end = model.tokenizer.eos_token_id
     assert hf.add_end_tokens(model.module, [end]) == [end]
     assert hf.add_end_tokens(model.module, [end, 3, 3]) == [end, 3]

@@ -22,7 +22,6 @@ def problem(rows: int, columns: int, rank: int, dtype: torch.dtype, device: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_kernel_equals_reference(kernel_device: torch.device, dtype: torch.dtype, rounding: str) -> None:
-    """To the bit, changes counted alike, for a shape that no tile divides."""
     found = []
     for choice in ("reference", "kernel"):
         w, a, v = problem(150, 140, 3, dtype, kernel_device)
@@ -34,7 +33,6 @@ def test_kernel_equals_reference(kernel_device: torch.device, dtype: torch.dtype
 
 
 def test_parts_have_the_bits_of_the_whole() -> None:
-    """Rows from a multiple of 128 on, folded by themselves, are those of the matrix."""
     w, a, v = problem(300, 40, 2, torch.bfloat16, torch.device("cpu"))
     tail = w[256:].clone()
     fold_(w, a, v, **HOW, rounding="stochastic")

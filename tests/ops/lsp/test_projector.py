@@ -10,7 +10,6 @@ from keyhole.ops.lsp.projector import KINDS, identity_projector, random_projecto
 
 @given(kind=st.sampled_from(sorted(KINDS)), rows=st.integers(1, 300), d=st.integers(1, 400), r=st.integers(1, 20))
 def test_every_row_has_r_numbers_in_different_columns(kind: str, rows: int, d: int, r: int) -> None:
-    """Whatever is asked for, the projector fits the matrix, and r columns of a row never collide."""
     p = random_projector(kind, rows, d, r, seed=rows)
     assert p.rows == rows and 1 <= p.d <= min(d, rows) and 1 <= p.r <= min(r, p.d)
     columns_Rr = p.columns_Rr()
@@ -21,7 +20,6 @@ def test_every_row_has_r_numbers_in_different_columns(kind: str, rows: int, d: i
 
 @pytest.mark.parametrize("rows, d, r", [(256, 64, 8), (256, 64, 64), (100, 32, 4), (37, 37, 5)])
 def test_blocks_are_orthonormal(rows: int, d: int, r: int) -> None:
-    """P^T P is the identity, but for columns that a short last block has no rows for."""
     p = random_projector("blocks", rows, d, r, seed=0)
     gram_dd = p.dense_Rd().T @ p.dense_Rd()
     missing = max(0, p.r - (rows - (p.d // p.r - 1) * p.group))
@@ -31,7 +29,6 @@ def test_blocks_are_orthonormal(rows: int, d: int, r: int) -> None:
 
 
 def test_same_seed_same_projector_and_moves() -> None:
-    """A projector is a function of its seed; with_values keeps positions."""
     a, b, c = (random_projector("free", 50, 20, 3, seed=s) for s in (1, 1, 2))
     assert torch.equal(a.dense_Rd(), b.dense_Rd()) and not torch.equal(a.dense_Rd(), c.dense_Rd())
     doubled = a.with_values(a.values_Rr * 2).to("cpu")

@@ -77,7 +77,6 @@ def kernel_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def test_kernel_equals_reference_bit_for_bit(kernel_device: torch.device) -> None:
-    """Own polynomials, no fused multiply-add: the kernel makes the reference's bits, edge words included."""
     a, b = words(4096, seed=2), words(4096, seed=3).flip(0)
     made = kernel_pair(a.to(kernel_device), b.to(kernel_device))
     for z, expected in zip(made, gaussian_pair_reference(a, b), strict=True):

@@ -19,7 +19,6 @@ KNOWN = [
 
 @pytest.mark.parametrize(("rounds", "counter", "seed", "words"), KNOWN)
 def test_known_answers(rounds: int, counter: tuple[int, ...], seed: int, words: str) -> None:
-    """The published words come out, from ints, from tensors and from a mix of both."""
     expected = [int(word, 16) for word in words.split()]
     assert list(philox_reference(*counter, seed, rounds=rounds)) == expected
     tensors = [torch.tensor([word]) for word in counter]
@@ -40,7 +39,6 @@ def _words_kernel(counter_ptr, out_ptr, k0, k1, N: tl.constexpr):
 
 
 def test_kernel_equals_reference(kernel_device: torch.device) -> None:
-    """All four words agree on random counters and on the extremes."""
     n = 256
     counters_4N = torch.randint(0, 1 << 32, (4, n), generator=torch.Generator().manual_seed(0))
     counters_4N[:, :3] = torch.tensor([0, 1, MASK_32])
@@ -49,16 +47,3 @@ def test_kernel_equals_reference(kernel_device: torch.device) -> None:
     _words_kernel[(1,)](counters_4N.to(kernel_device), out_4N, k0, k1, N=n)
     expected_4N = torch.stack(philox_reference(*counters_4N, k0 | k1 << 32))
     assert torch.equal(out_4N.cpu(), expected_4N)
-
-
-def test_one_bit_changes_half_of_the_output() -> None:
-    """Seven rounds avalanche: flipping any input bit flips each output bit about half of the time."""
-    generator = torch.Generator().manual_seed(1)
-    counters = [torch.randint(0, 1 << 32, (4096,), generator=generator) for _ in range(4)]
-    base = torch.stack(philox_reference(*counters, seed=7))
-    for word in range(4):
-        for bit in (0, 13, 31):
-            flipped = [c ^ (1 << bit) if i == word else c for i, c in enumerate(counters)]
-            differs = torch.stack(philox_reference(*flipped, seed=7)) ^ base
-            share = sum(((differs >> i) & 1).float().mean() for i in range(32)) / 32
-            assert abs(share - 0.5) < 0.005

@@ -87,7 +87,6 @@ def assert_same_bits(made: list[torch.Tensor], expected: list[torch.Tensor]) -> 
 
 @pytest.mark.parametrize("case", CASES)
 def test_reference_is_the_definition(case: tuple) -> None:
-    """Chunked and in place, the reference makes exactly the bits of the formulas in the docstring."""
     dtype, *settings, offset, n = case
     w = weights(n, dtype)
     assert_same_bits(step(w, *settings, offset, fused=True), by_the_book(w, *settings, offset))
@@ -95,7 +94,6 @@ def test_reference_is_the_definition(case: tuple) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_equals_reference(kernel_device: torch.device, case: tuple) -> None:
-    """The fused kernel makes the reference's bits: weights, both perturbations and the count."""
     dtype, *settings, offset, n = case
     w = weights(n, dtype)
     with force("kernel"):
@@ -105,7 +103,6 @@ def test_kernel_equals_reference(kernel_device: torch.device, case: tuple) -> No
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[5]])
 def test_fused_kernel_equals_the_two_in_sequence(kernel_device: torch.device, case: tuple) -> None:
-    """One pass or two: the same bits."""
     dtype, *settings, offset, n = case
     w = weights(n, dtype).to(kernel_device)
     with force("kernel"):
@@ -115,10 +112,9 @@ def test_fused_kernel_equals_the_two_in_sequence(kernel_device: torch.device, ca
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lr", [0.0, 1e-2])
 def test_odd_values_are_kept_and_counted(kernel_device: torch.device, dtype: torch.dtype, lr: float) -> None:
-    """Kernel and reference agree on nan (always counted as changed), inf, both zeros and small values."""
     odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-7, -1e-30, 1.0])
     w, coef = odd.to(dtype).repeat(1100), torch.tensor([lr, 0.5])
-    changed = [torch.zeros((), dtype=torch.int64, device=device) for device in ("cpu", kernel_device)]
+    changed = [torch.tensor(1000, device=device) for device in ("cpu", kernel_device)]  # is added to
     how = ZOStep(8192 - 304, SEED, update_step=STEP)
     mine, theirs = w.clone(), w.to(kernel_device, copy=True)
     zo_flat_(mine, None, None, replace(how, coef=coef, changed=changed[0]))
@@ -126,11 +122,12 @@ def test_odd_values_are_kept_and_counted(kernel_device: torch.device, dtype: tor
         zo_flat_(theirs, None, None, replace(how, coef=coef.to(kernel_device), changed=changed[1]))
     theirs = theirs.cpu()
     assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
-    assert int(changed[0]) == int(changed[1]) >= 1100 and (lr > 0 or int(changed[0]) == 1100)
+    assert int(changed[0]) == int(changed[1]) >= 2100
+    if lr == 0:  # a refused step
+        assert torch.equal(mine.nan_to_num(7.0), w.nan_to_num(7.0)) and int(changed[0]) == 2100
 
 
 def test_pieces_equal_the_whole() -> None:
-    """A tensor updated and perturbed in pieces at their own offsets ends up as if done at once."""
     w, settings = weights(300_000, torch.bfloat16), (torch.bfloat16, 2, "gaussian", "stochastic", 0.1)
     whole = step(w, *settings, 77, fused=True)
     cuts = [0, 1, 4097, 100_000, 262_067, 300_000]
@@ -140,54 +137,7 @@ def test_pieces_equal_the_whole() -> None:
     assert_same_bits([*joined, sum(piece[3] for piece in pieces)], whole)
 
 
-def test_direction_selects_the_noise() -> None:
-    """The perturbation uses the direction asked for, and plus and minus lie on either side of w."""
-    w = weights(1000, torch.float32)
-    plus, minus = torch.empty_like(w), torch.empty_like(w)
-    zo_flat_(w, plus, minus, ZOStep(50, 1, eps=0.5, step=2, direction=3))
-    move = 0.5 * draw_noise(1000, offset=50, seed=1, step=2, direction=3)
-    assert torch.equal(plus, w + move) and torch.equal(minus, w - move)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_steps_are_lost_to_nearest_and_kept_by_stochastic(dtype: torch.dtype) -> None:
-    """Steps of a hundredth of the spacing: nearest moves nothing, stochastic moves the mean as asked."""
-    n, spacing = 1 << 16, 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
-    coef = torch.tensor([spacing / 100, 1.0])
-    z = draw_noise(n, offset=0, seed=1, step=1, distribution="rademacher")
-    for rounding in ("nearest", "stochastic"):
-        w = torch.full((n,), 1.5).to(dtype)
-        changed = torch.zeros((), dtype=torch.int64)
-        zo_flat_(w, None, None, ZOStep(0, 1, "rademacher", coef, 1, rounding=rounding, changed=changed))
-        assert changed == (w != 1.5).sum()
-        if rounding == "nearest":
-            assert changed == 0
-        else:
-            assert abs(changed / n - 0.01) < 4 * math.sqrt(0.01 / n)
-            moved = ((1.5 - w.double()) * z).mean() / spacing
-            assert abs(moved - 0.01) < 4 * math.sqrt(0.01 / n)
-
-
-def test_zero_learning_rate_changes_nothing() -> None:
-    """lr = 0 (a refused step) leaves every bit, whatever the rounding, and counts no change."""
-    for dtype in DTYPES:
-        w, changed = weights(5000, dtype), torch.zeros((), dtype=torch.int64)
-        before = w.clone()
-        how = ZOStep(3, 1, coef=torch.tensor([0.0, 5.0]), update_step=1, weight_decay=0.1, changed=changed)
-        zo_flat_(w, None, None, how)
-        assert torch.equal(w, before) and changed == 0
-
-
-def test_count_is_added_to_what_is_there() -> None:
-    """`changed` accumulates over calls, as the units of a model need it to."""
-    changed = torch.tensor(1000)
-    w = torch.ones(64)
-    zo_flat_(w, None, None, ZOStep(0, 1, coef=torch.tensor([0.1, 1.0]), update_step=1, changed=changed))
-    assert changed == 1064
-
-
 def test_empty_tensors_are_fine(kernel_device: torch.device) -> None:
-    """A unit with no trained elements needs no special case."""
     w = torch.empty(0, device=kernel_device)
     for choice in ("reference", "kernel"):
         with force(choice):
@@ -208,7 +158,6 @@ def test_gpu_equals_cpu_on_millions(cuda: torch.device, dtype: torch.dtype, dist
 
 @pytest.mark.gpu
 def test_gpu_tensor_of_more_than_2_31_elements(cuda: torch.device) -> None:
-    """Both ends and the middle of a tensor too long for 32-bit positions are right, and all is counted."""
     n, edge = (1 << 31) + 40_000, 20_000
     w = torch.ones(n, dtype=torch.bfloat16, device=cuda)
     plus, minus = torch.empty_like(w), torch.empty_like(w)

@@ -32,10 +32,11 @@ def setup(case: tuple, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
-@pytest.mark.parametrize("case", CASES)
-def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, choice: str) -> None:
-    """Rows updated and perturbed on the fly are the rows of the reference's updated, perturbed table."""
+@pytest.mark.parametrize("case, updates", [*((case, True) for case in CASES), (CASES[0], False)])
+def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, updates: bool, choice: str) -> None:
+    """Rows updated and perturbed on the fly are the rows of the reference's table; the first step has no update."""
     table_VH, ids_T, how = setup(case, kernel_device)
+    how = how if updates else replace(how, coef=None)
     rows_TH, out_dtype = table_VH[ids_T], case[1]
     with force(choice):
         plus_TH, minus_TH = zo_rows(rows_TH, ids_T, how, out_dtype)
@@ -47,18 +48,7 @@ def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, cho
     assert torch.equal(minus_TH, minus_VH[ids_T])
 
 
-def test_without_a_pending_update_rows_are_only_perturbed() -> None:
-    """The first step of a run has nothing to apply."""
-    table_VH, ids_T, how = setup(CASES[0], torch.device("cpu"))
-    how = replace(how, coef=None)
-    plus_TH, minus_TH = zo_rows(table_VH[ids_T], ids_T, how)
-    plus_VH, minus_VH = torch.empty_like(table_VH), torch.empty_like(table_VH)
-    zo_flat_(table_VH.view(-1), plus_VH.view(-1), minus_VH.view(-1), how)
-    assert torch.equal(plus_TH, plus_VH[ids_T]) and torch.equal(minus_TH, minus_VH[ids_T])
-
-
 def test_no_rows_are_fine(kernel_device: torch.device) -> None:
-    """An empty batch gives empty rows."""
     table_VH, ids_T, how = setup(CASES[0], kernel_device)
     for choice in ("reference", "kernel"):
         with force(choice):
@@ -82,7 +72,6 @@ def test_gpu_equals_cpu_on_a_real_table(cuda: torch.device, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 def test_steps_may_be_on_the_device(kernel_device: torch.device, choice: str) -> None:
-    """As numbers that a kernel reads."""
     table_VH, ids_T, how = setup(CASES[0], kernel_device)
     there = [torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (UPDATE_STEP, STEP)]
     with force(choice):
