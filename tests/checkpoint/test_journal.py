@@ -47,7 +47,6 @@ def test_records_come_back_to_the_bit(tmp_path: Path, sync_every: int) -> None:
 
 
 def test_memory_comes_back(tmp_path: Path) -> None:
-    """What an estimator remembers is part of a record."""
     path, header = tmp_path / "journal", replace(HEADER, memory=3)
     records = [replace(record(step), memory=(1.5 * step, 0.0, -2.0)) for step in (1, 2)]
     writer = Writer(path, create(path, header), 0)
@@ -76,7 +75,6 @@ def test_a_torn_tail_is_detected_at_every_length_and_cut(tmp_path: Path) -> None
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_no_flipped_bit_is_read(tmp_path: Path, place: int, bit: int) -> None:
-    """A bit flipped anywhere: the header is refused, or reading stops before the record that holds it."""
     path = tmp_path / "journal"
     write(path, 4)
     content = bytearray(path.read_bytes())
@@ -107,7 +105,6 @@ def test_records_of_another_journal_are_strangers(tmp_path: Path) -> None:
 
 
 def test_going_back_cuts(tmp_path: Path) -> None:
-    """A writer opened at an earlier step drops what came after it."""
     path = tmp_path / "journal"
     write(path, 4)
     writer = Writer(path, read(path), 2)
@@ -209,7 +206,6 @@ def test_a_pipe_is_no_journal(tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    """Not a journal, and other versions."""
     path = tmp_path / "journal"
     path.write_bytes(b"hello")
     with pytest.raises(BadJournal, match="not a journal"):
@@ -290,7 +286,6 @@ def test_a_failed_flush_is_said_once_and_so_is_the_next_good_one(
 
 
 def test_the_flushing_thread_counts_only_what_it_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tries again with the next record, and does not spin meanwhile."""
     path = tmp_path / "journal"
     header = create(path, HEADER)
     disk = Disk(path, monkeypatch)
@@ -328,7 +323,6 @@ def test_a_record_that_cannot_be_written_is_not_waited_for(tmp_path: Path, monke
 
 
 def test_a_journal_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """Neither its temporary nor the journal itself."""
     (tmp_path / "victim").write_text("precious")
     (tmp_path / ".journal.tmp").symlink_to(tmp_path / "victim")
     made = create(tmp_path / "journal", HEADER)

@@ -62,7 +62,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @in_every_run(lambda variant: variant not in FROM_THE_BASE or variant == "fp32")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_weights_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path, variant: str) -> None:
-    """Base and journal give the weights of the run, bit for bit, as a directory like the run's own."""
     config = run(**VARIANTS[variant])
     said: list[str] = []
     done = replay(str(tiny_model), Path(config.output_dir), tmp_path / "again", device="cpu", say=said.append)
@@ -75,7 +74,6 @@ def test_the_weights_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path,
 
 
 def test_any_step_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
-    """--steps 2 gives the weights of checkpoint-2, and a journal streams as well as it is resident."""
     config = run(save_steps=2, save_total_limit=None, dtype="bfloat16")
     path = Path(config.output_dir) / "run" / "journal"
     for placement in ("resident", "stream"):
@@ -88,7 +86,6 @@ def test_any_step_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path) ->
 
 
 def test_what_is_refused(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
-    """The wrong base, a damaged journal, a place that is taken: each says what is wrong, and writes nothing."""
     config = run()
     root, out = Path(config.output_dir), tmp_path / "again"
     with pytest.raises(UserError, match="BASE: .* holds other weights .* than the run started from"):
@@ -135,7 +132,6 @@ def test_a_last_record_that_is_damaged_or_cut_off_is_told(run: Callable, tiny_mo
 
 
 def test_a_journal_that_is_cut_between_two_records(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
-    """It is a journal of fewer steps; its header says how many there were to be."""
     root, told = Path(run().output_dir), list[str]()
     path = root / "run" / "journal"
     size = (path.stat().st_size - journal.read(path).begin) // 5
@@ -162,7 +158,6 @@ def test_a_full_disk_is_named(run: Callable, tiny_model: Path, tmp_path: Path, m
 def test_weights_that_are_not_finite_are_not_written(
     run: Callable, tiny_model: Path, tmp_path: Path, lr: float
 ) -> None:
-    """A journal whose numbers are finite and lead to infinity: refused before anything is written."""
     config = run(max_steps=1)
     path = Path(config.output_dir) / "run" / "journal"
     found = journal.read(path)
@@ -175,7 +170,6 @@ def test_weights_that_are_not_finite_are_not_written(
 
 @pytest.mark.parametrize("name", ["distribution", "rounding", "dtype", "wire"])
 def test_rules_that_do_not_exist_are_refused(run: Callable, tiny_model: Path, tmp_path: Path, name: str) -> None:
-    """A header with a right checksum asks for something that keyhole does not have."""
     config = run(max_steps=1)
     path = Path(config.output_dir) / "run" / "journal"
     found = journal.read(path)
@@ -186,7 +180,6 @@ def test_rules_that_do_not_exist_are_refused(run: Callable, tiny_model: Path, tm
 
 
 def test_the_embedded_model_by_its_name(run: Callable, tmp_path: Path) -> None:
-    """`keyhole replay demo` knows the base that `model: demo` trains."""
     config = run(model="demo", train_data="demo", max_steps=2)
     replay("demo", Path(config.output_dir), tmp_path / "again", device="cpu", say=lambda line: None)
     assert same(weights(config.output_dir), weights(tmp_path / "again"))
@@ -209,7 +202,6 @@ def forget(config: TrainConfig, *names: str) -> None:
 def test_resume_replays_what_no_checkpoint_holds(
     run: Callable, variant: str, gone: tuple[str, ...], capsys: Any
 ) -> None:
-    """From a checkpoint, or from the model itself, the journal leads to the same weights without a step done again."""
     config = run(save_steps=2, save_total_limit=None, **VARIANTS[variant])
     before = weights(config.output_dir)
     forget(config, *gone, "checkpoint-4")
@@ -220,7 +212,6 @@ def test_resume_replays_what_no_checkpoint_holds(
 
 
 def test_resume_goes_on_behind_the_journal(run: Callable, tmp_path: Path, capsys: Any) -> None:
-    """A torn journal of a longer run: the whole records are replayed, the rest is trained, all bits are equal."""
     config = run(save_steps=2, save_total_limit=None, lr_scheduler_type="constant")
     before, path = weights(config.output_dir), Path(config.output_dir) / "run" / "journal"
     forget(config, "checkpoint-5", "checkpoint-4")
@@ -250,7 +241,6 @@ def test_resume_drops_a_last_record_without_content(run: Callable, capsys: Any) 
 
 
 def test_a_journal_that_cannot_go_on_is_set_aside(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
-    """Where records are missing before the checkpoint, a new journal starts from it, and replays from it."""
     config = run(save_steps=2, save_total_limit=None, max_steps=6)
     root, path = Path(config.output_dir), Path(config.output_dir) / "run" / "journal"
     before = weights(root)

@@ -49,7 +49,6 @@ def test_newest_by_number(root: Path) -> None:
 
 @pytest.mark.parametrize("word", select.LAST)
 def test_damaged_ones_are_passed_over_and_named(root: Path, word: str) -> None:
-    """The newest whole one is chosen; each damaged newer one is reported and set aside, not deleted."""
     harm(root / "checkpoint-12")
     (root / "checkpoint-8" / "config.json").unlink()
     choice = select.choose(word, root)
@@ -70,7 +69,6 @@ def test_only_damaged_ones_is_an_error(root: Path) -> None:
 
 
 def test_a_path(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A checkpoint, or a directory that holds some, can be named; what cannot be used is refused."""
     elsewhere = tmp_path_factory.mktemp("new")
     assert select.choose(str(root / "checkpoint-8"), elsewhere).state.step == 8
     assert select.choose(str(root), elsewhere).state.step == 12
@@ -82,7 +80,6 @@ def test_a_path(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def test_no_second_history_in_one_directory(root: Path) -> None:
-    """Going on from an old checkpoint while a newer one stands beside it is refused."""
     with pytest.raises(UserError, match="checkpoint-12 too"):
         select.choose(str(root / "checkpoint-4"), root)
     assert select.choose(str(root / "checkpoint-12"), root).state.step == 12
@@ -90,7 +87,6 @@ def test_no_second_history_in_one_directory(root: Path) -> None:
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [4, 8, 12]), (5, [4, 8, 12]), (2, [8, 12]), (1, [12]), (0, [12])])
 def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -> None:
-    """The newest stay, at least one always; nothing half-deleted is left."""
     select.prune(root, keep, up_to=12).join()
     assert everything(root) == sorted(f"checkpoint-{step}" for step in left)
 
@@ -138,7 +134,6 @@ def test_a_checkpoint_that_has_lost_its_state_is_passed_over(root: Path) -> None
 
 
 def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old checkpoints are out of sight at once, and gone when the thread has ended."""
     go, real = threading.Event(), select.finish_deletion
 
     def slow(path: Path) -> None:
@@ -199,7 +194,6 @@ def files(path: Path) -> list[str]:
 
 
 def test_files_of_the_user_stay_where_they_are(held: Path) -> None:
-    """All other files go; what is left is no checkpoint, and is not spoken of again."""
     said: list[str] = []
     for _ in range(2):
         select.prune(held, 1, 4, said.append).join()
@@ -213,7 +207,6 @@ def test_files_of_the_user_stay_where_they_are(held: Path) -> None:
 def test_a_killed_deletion_is_finished_by_the_next_run(
     held: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """After any of its calls: what is left is no checkpoint, and the user's files stay, then and later."""
     real, left = os.unlink, 0
 
     def dies(name: Path) -> None:
@@ -256,7 +249,6 @@ def test_what_has_the_name_of_a_new_checkpoint_gets_another_one(held: Path, mode
 
 
 def test_links_are_not_followed(held: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A checkpoint that was moved to another disk stays there, and so does its link."""
     elsewhere = tmp_path_factory.mktemp("disk") / "moved"
     os.replace(held / "checkpoint-2", elsewhere)
     (held / "checkpoint-2").symlink_to(elsewhere)
@@ -266,7 +258,6 @@ def test_links_are_not_followed(held: Path, tmp_path_factory: pytest.TempPathFac
 
 
 def test_a_checkpoint_whose_state_is_unreadable_is_set_aside(held: Path) -> None:
-    """Which files are its own is unknown, so none is deleted."""
     (held / "checkpoint-2" / STATE).write_text("{")
     before, said = files(held / "checkpoint-2"), []
     select.prune(held, 1, 4, said.append).join()

@@ -37,7 +37,6 @@ def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_everything_comes_back(tiny_model: Path, tmp_path: Path) -> None:
-    """Step, loader, scalars and tensors are read back as they were; no temporary name is left."""
     path = tmp_path / "checkpoint-12"
     saved = write(path, keyhole.load(tiny_model, device="cpu"))
     found = verify(path)
@@ -51,7 +50,6 @@ def test_everything_comes_back(tiny_model: Path, tmp_path: Path) -> None:
 def test_a_failed_write_leaves_the_old_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the disk fills midway, the checkpoint of that name is still the old one, whole."""
     model = keyhole.load(tiny_model, device="cpu")
     path = tmp_path / "checkpoint-12"
     write(path, model)
@@ -70,7 +68,6 @@ def test_a_failed_write_leaves_the_old_checkpoint(
 @pytest.mark.parametrize("name", ["model.safetensors", TENSORS, STATE, "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("harm", ["missing", "truncated", "empty"])
 def test_missing_and_torn_files_are_named(whole: Path, tmp_path: Path, name: str, harm: str) -> None:
-    """Whichever file is missing or short, the fault names it."""
     path = shutil.copytree(whole, tmp_path / "checkpoint-12")
     content = (path / name).read_bytes()
     if harm == "missing":
@@ -84,7 +81,6 @@ def test_missing_and_torn_files_are_named(whole: Path, tmp_path: Path, name: str
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_flipped_bit_is_never_loaded(whole: Path, data: st.DataObject) -> None:
-    """Any bit of any file: the checkpoint is refused, or (a space in the state file) means what it meant."""
     before = verify(whole)
     file = data.draw(st.sampled_from(sorted(whole.iterdir())))
     content = bytearray(file.read_bytes())
@@ -144,7 +140,6 @@ def test_another_version_is_refused_and_no_damage(whole: Path, tmp_path: Path, v
 
 
 def test_files_that_are_no_files_are_refused(whole: Path, tmp_path: Path) -> None:
-    """A pipe or an endless device in the place of the state, or nesting without end: no wait, no memory."""
     path = shutil.copytree(whole, tmp_path / "checkpoint-12")
     for harm in (os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.write_text("[" * 10**6)):
         (path / STATE).unlink()
@@ -164,7 +159,6 @@ def in_shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize("harm", ["missing shard", "stale index", "stale shard", "swapped shards", "extra zeros"])
 def test_shards_that_do_not_belong_together(in_shards: Path, tmp_path: Path, harm: str) -> None:
-    """Files that are whole in themselves, but not the ones that were written together."""
     path = shutil.copytree(in_shards, tmp_path / "checkpoint-12")
     first, second = sorted(path.glob("model-*.safetensors"))[:2]
     index = path / "model.safetensors.index.json"

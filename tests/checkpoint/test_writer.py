@@ -114,7 +114,6 @@ def test_a_snapshot_of_experts_that_nobody_met(method: str, tmp_path: Path, monk
 def test_the_same_on_a_gpu(
     tiny_model: Path, tmp_path: Path, method: str, placement: str, dtype: str, pool: str
 ) -> None:
-    """With streams that are delayed at random, and pages that come back late."""
     compare(tiny_model, tmp_path, (method, placement, dtype, "cuda"), None if pool == "half" else 0)
 
 
@@ -155,7 +154,6 @@ def compare(tiny_model: Path, tmp_path: Path, how: tuple[str, ...], pool_bytes: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -float("nan")])
 def test_numbers_that_are_not_finite_are_seen(dtype: torch.dtype, bad: float) -> None:
-    """In every format, of both signs; the largest finite ones, zeros and denormals pass."""
     top = torch.finfo(dtype).max
     fine = torch.tensor([0.0, -0.0, 1.0, -top, top, torch.finfo(dtype).tiny / 2], dtype=dtype)
     snapshots.check_finite(fine, "w")
@@ -179,7 +177,6 @@ class Halts(threading.Condition):
 def test_memory_is_at_most_half_of_the_weights(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool is half of the weights, and with a disk that stands still training uses it up and then waits."""
     model, opt = make(tiny_model, "zo", "stream", "bfloat16")
     background = Writer(model, opt)
     weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
@@ -224,7 +221,6 @@ def read(path: Path) -> list[float]:
 
 
 def test_copy_on_write(tmp_path: Path) -> None:
-    """A page that is changed before a worker had it is saved as it was; a waiting one, as it is after its update."""
     snapshot, source = one_page()
     (tmp_path / "f").write_bytes(bytes(16))
     snapshot.before_change(0)
@@ -338,7 +334,6 @@ def test_a_copy_that_cannot_be_made(
 
 
 def test_broken_weights_are_not_saved(tiny_model: Path, tmp_path: Path) -> None:
-    """A NaN in a page is found on its way to the disk."""
     model, opt = make(tiny_model, "sgd", "resident", "float32")
     background = Writer(model, opt)
     model.home(model.layout.table)[3, 3] = float("nan")
@@ -361,7 +356,6 @@ def test_training_that_ends_early_cancels(tiny_model: Path, tmp_path: Path) -> N
 
 
 def test_without_the_journal_there_is_no_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
-    """A checkpoint of a step that the journal does not hold never gets its name."""
     model, opt = make(tiny_model, "zo", "resident", "float32")
     background = Writer(model, opt)
     opt.step(batch(0))

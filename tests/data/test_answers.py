@@ -44,7 +44,6 @@ WRITTEN = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "da
 
 @pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "JSON text"])
 def test_tool_calls_are_trained_and_results_are_not(arguments: Any) -> None:
-    """The whole call with its end is an answer; arguments as text are not encoded a second time."""
     found, lost = trained(chats.CALLING, talk(arguments=arguments))
     assert found == [WRITTEN, "Sun.<|im_end|>"] and not any(lost)
 
@@ -58,7 +57,6 @@ def test_calls_that_a_template_drops_are_not_trained_as_an_empty_turn() -> None:
 
 
 def test_a_result_inside_the_assistants_turn_is_cut_out() -> None:
-    """A template that writes the tool's result where the call stands does not make it an answer."""
     found, _ = trained(chats.AHEAD, talk())
     assert found == ['call:weather{"city": "Paris", "days": 2}', "<|end|>", "Sun.<|end|>"]
 
@@ -95,7 +93,6 @@ def test_a_template_that_marks_its_answers_is_believed() -> None:
 
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"train": 0}, {"loss": False}, {"training": False}])
 def test_a_turn_is_taken_out_by_weight_or_train(flag: dict[str, Any]) -> None:
-    """In messages and in ShareGPT's turns alike; the other answer is trained."""
     tok = tokenizer(chats.CHATML)
     sharegpt = [{"from": "human" if i % 2 == 0 else "gpt", "value": text} for i, text in enumerate("abcd")]
     sharegpt[1] |= flag
@@ -107,14 +104,12 @@ def test_a_turn_is_taken_out_by_weight_or_train(flag: dict[str, Any]) -> None:
 
 
 def test_a_template_with_a_mistake_names_the_row() -> None:
-    """A syntax error is the user's to mend, not a traceback."""
     with pytest.raises(UserError, match=r"line 7: the chat template cannot write this chat.*unexpected '}'"):
         trained(chats.CHATML, chat("Hi", "A."), chat_template="{{ messages } }}")
 
 
 @pytest.mark.parametrize("end", [None, True, False])
 def test_the_end_token_can_be_left_out(end: bool | None) -> None:
-    """Of prompt and completion none is added, of a chat none is trained; by default both are."""
     tok = tokenizer(chats.CLOSING)
     renderer = Renderer(tok, DataSettings(train_end_token=end))
     pair = example_of(Record("f", "line", 1, {"prompt": "Answer:", "completion": " yes"}), "prompt_completion")
@@ -323,7 +318,6 @@ def test_documents_and_variables_of_a_row_reach_the_template() -> None:
 
 @pytest.mark.parametrize("column", [{"documents": "a text"}, {"chat_template_kwargs": {"tools": []}}], ids=str)
 def test_what_no_template_can_be_given_is_refused(column: dict[str, Any]) -> None:
-    """Documents that are no list, and a variable that is a column of its own."""
     with pytest.raises(UserError, match=f"line 7: column {next(iter(column))}"):
         example_of(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A."), **column}), "messages")
 
@@ -380,5 +374,4 @@ def test_each_character_belongs_to_a_message() -> None:
 
 
 def test_the_date_is_the_one_it_is_given() -> None:
-    """strftime_now does not look at the clock."""
     assert Program("{{ strftime_now('%d %b %Y') }}", DAY).render([], {}).text == "04 Mar 2025"

@@ -49,7 +49,6 @@ SIZES = {"count": st.integers(1, 30), "batch_size": st.integers(1, 5), "steps": 
 
 @given(**SIZES, seed=st.integers(0, 2**63), shuffle=st.booleans())
 def test_every_sample_once_an_epoch(count: int, batch_size: int, steps: int, seed: int, shuffle: bool) -> None:
-    """An epoch is steps_per_epoch steps and every row exactly once; only its last step may be smaller."""
     loader = Loader(dataset(count), batch_size, steps, seed=seed, shuffle=shuffle)
     for epoch in range(2):
         taken = [loader.next_step() for _ in range(loader.steps_per_epoch)]
@@ -76,7 +75,6 @@ def test_resume_is_exact(count: int, batch_size: int, steps: int, before: int, a
 
 
 def test_the_offset_counts_rows() -> None:
-    """Another batch size goes on at the row where the first stopped."""
     first, second = Loader(dataset(20), 4), Loader(dataset(20), 2, 3)
     head = seen(first.next_step())
     second.load_state_dict(first.state_dict())
@@ -85,7 +83,6 @@ def test_the_offset_counts_rows() -> None:
 
 @given(count=st.integers(0, 200), seed=st.integers(-(2**40), 2**64), epoch=st.integers(0, 100))
 def test_an_order_is_a_permutation(count: int, seed: int, epoch: int) -> None:
-    """Of all rows, the same every time it is asked for."""
     assert sorted(order(count, seed, epoch)) == list(range(count))
     assert np.array_equal(order(count, seed, epoch), order(count, seed, epoch))
 
@@ -118,7 +115,6 @@ def test_other_data_another_seed_or_another_order_is_refused() -> None:
 
 
 def test_collate_pads_on_the_right() -> None:
-    """Pad token, label -100 and mask 0 after the end of a row; int64; width a multiple of 8."""
     batch = collate([Sample([1, 2, 3], [-100, 2, 3]), Sample([4], [-100])], 9, 8)
     assert all(x.shape == (2, 8) and x.dtype == torch.int64 for x in batch.values())
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9, 9, 9, 9], [4, 9, 9, 9, 9, 9, 9, 9]]
@@ -174,7 +170,6 @@ def test_a_batch_is_its_rows_padded_one_by_one(lengths: list[int], kind: str, mu
 
 
 def test_where_names_the_samples_of_the_last_step() -> None:
-    """For the error that says which batch broke a run."""
     loader = Loader(dataset(9), 3, 2, shuffle=False)
     loader.next_step()
     assert loader.where(2) == "sample 1; sample 2; and 4 more"
@@ -183,7 +178,6 @@ def test_where_names_the_samples_of_the_last_step() -> None:
 
 
 def test_eval_batches_come_in_order_and_again() -> None:
-    """Every row once, as often as asked; without data there are none, and that is false."""
     batches = EvalBatches(dataset(5), 2)
     assert len(batches) == 3 and batches
     assert [seen([b]) for b in batches] == [[0, 1], [2, 3], [4]] == [seen([b]) for b in batches]
@@ -192,7 +186,6 @@ def test_eval_batches_come_in_order_and_again() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_coming_rows_are_those_of_the_next_steps(kind: str) -> None:
-    """In the same order, across the end of an epoch, none twice; the position stays."""
     lengths = [3, 5, 2, 4, 6, 3, 2, 5, 4, 3]
     ids = [np.arange(10 * i, 10 * i + n, dtype=np.int32) for i, n in enumerate(lengths)]
     data = Dataset(ids, [np.ones(n, dtype=bool) for n in lengths], **KINDS[kind])

@@ -58,8 +58,6 @@ def questions(folder: Path, cache: Path, numbers: Numbers = NUMBERS, *args: Any,
 def test_a_second_run_reads_the_same_data(
     tmp_path: Path, file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, masks, places, cuts and report come back, and the report says where from; so do drawn questions, without
-    a row being read."""
     first, second = (get(tmp_path / "cache", file, max_length=32) for _ in range(2))
     assert first.fingerprint == second.fingerprint and not first.report.cached and second.report.cached
     assert list(first.where) == list(second.where) and first.cuts == second.cuts
@@ -73,8 +71,6 @@ def test_a_second_run_reads_the_same_data(
 
 
 def test_anything_else_makes_another_entry(tmp_path: Path, file: Path, folder: Path) -> None:
-    """Other settings, another template, another day for a template that prints it, other bytes in the file; another
-    seed or number of questions, other splits."""
     cache = tmp_path / "cache"
     dated = chats.CHATML + "{{ strftime_now('%d') }}"
     get(cache, file)
@@ -102,7 +98,6 @@ def test_anything_else_makes_another_entry(tmp_path: Path, file: Path, folder: P
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "huge"])
 def test_a_damaged_entry_is_made_again(tmp_path: Path, file: Path, damage: str) -> None:
-    """Never trusted, never an error."""
     first = get(tmp_path, file)
     path = entries(tmp_path)[0]
     content = path.read_bytes()
@@ -115,7 +110,6 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, file: Path, damage: str) 
 
 
 def test_a_run_uses_its_cache(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
-    """Both sets of a run are kept; packing shares the entry; a place that cannot be written is named."""
     given = {"eval_data": str(tiny_data), "data_cache": str(tmp_path / "cache")}
     first = load_data(settings(tiny_model, tiny_data, **given))
     second = load_data(settings(tiny_model, tiny_data, **given, packing=True))

@@ -54,7 +54,6 @@ def test_a_table_of_positions_is_told_from_computed_ones(made: PretrainedConfig,
 
 @pytest.mark.parametrize("limit", [None, 64])
 def test_a_sample_past_the_last_position_is_refused(tmp_path: Path, limit: int | None) -> None:
-    """Training and preview name the limit, the line and the setting; samples that fit pass with any max_length."""
     model = directory(tmp_path / "model", GPT2Config(**GPT2, vocab_size=300))
     good, bad = texts(tmp_path / "good.jsonl", 30, 5), texts(tmp_path / "bad.jsonl", 8, 31)
     load_data(settings(model, good, max_length=limit))
@@ -67,7 +66,6 @@ def test_a_sample_past_the_last_position_is_refused(tmp_path: Path, limit: int |
 
 
 def test_padding_stays_within_the_positions(tmp_path: Path) -> None:
-    """Batches of a model with 30 positions are not rounded up to 32, and what comes out of them is a loss."""
     model = directory(tmp_path / "model", GPT2Config(**GPT2, vocab_size=300))
     data = load_data(settings(model, file := texts(tmp_path / "a.jsonl", 30, 5), eval_data=str(file)))
     network = AutoModelForCausalLM.from_config(GPT2Config(**GPT2, vocab_size=300))
@@ -79,7 +77,6 @@ def test_padding_stays_within_the_positions(tmp_path: Path) -> None:
 
 
 def test_a_rotary_model_warns_once(tmp_path: Path) -> None:
-    """Longer than the config says is allowed there, with one line in the report."""
     model = directory(tmp_path / "model", LlamaConfig(max_position_embeddings=30, vocab_size=300))
     small = {"batch_size": 1, "gradient_accumulation_steps": 1}
     report = load_data(settings(model, texts(tmp_path / "a.jsonl", 40, 50), **small)).report
@@ -90,7 +87,6 @@ def test_a_rotary_model_warns_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "fits"), [(300, True), (258, True), (257, False), (200, False)])
 def test_ids_without_a_row_are_refused(tmp_path: Path, rows: int, fits: bool) -> None:
-    """The ids that occur are what counts: eos, 257, does; other tokens of the 261 do not."""
     model = directory(tmp_path / "model", LlamaConfig(vocab_size=rows, pad_token_id=0, bos_token_id=0, eos_token_id=0))
     given = settings(model, texts(tmp_path / "a.jsonl", 8, 5))
     if fits:

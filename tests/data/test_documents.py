@@ -28,7 +28,6 @@ def trained(dataset: Any) -> list[int]:
 def test_every_token_of_a_text_file_is_trained_on_once(
     tmp_path: Path, bos: bool, packing: bool, max_length: int
 ) -> None:
-    """In the order of the text, with one end token; each sample begins with bos if the tokenizer has one."""
     (tmp_path / "story.txt").write_text(STORY)
     own = tokenizer(bos=bos)
     dataset = prepare(str(tmp_path / "story.txt"), own, max_length=max_length, packing=packing)
@@ -43,7 +42,6 @@ def test_every_token_of_a_text_file_is_trained_on_once(
 
 @given(st.text("ab \n", max_size=200), st.integers(1, 40))
 def test_pieces_joined_are_the_text(tmp_path_factory: pytest.TempPathFactory, text: str, size: int) -> None:
-    """Whatever the size of a piece; only empty lines at both ends are missing, and only the last piece ends it."""
     path = tmp_path_factory.getbasetemp() / "pieces.txt"
     path.write_text(text)
     before, readers.PIECE_CHARACTERS = readers.PIECE_CHARACTERS, size
@@ -58,7 +56,6 @@ def test_pieces_joined_are_the_text(tmp_path_factory: pytest.TempPathFactory, te
 
 
 def test_a_line_of_endoftext_separates_documents(tmp_path: Path) -> None:
-    """Each is a sample of its own with an end token, and rows count readers."""
     (tmp_path / "stories.txt").write_text("One.\nTwo.\n<|endoftext|>\n\nThree.\n<|endoftext|>\n<|endoftext|>\n")
     dataset = prepare(str(tmp_path / "stories.txt"), tokenizer())
     assert [record.row["text"] for record in read(str(tmp_path / "stories.txt"))] == ["One.\nTwo.", "Three."]
@@ -68,7 +65,6 @@ def test_a_line_of_endoftext_separates_documents(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_texts_is_read_and_notes_beside_tables_are_not(tmp_path: Path) -> None:
-    """A README belongs to no data set; what is left out is named."""
     texts, tables = tmp_path / "texts", tmp_path / "tables"
     for folder, names in ((texts, ("b.txt", "a.md", "README.md", ".c.txt")), (tables, ("notes.txt", "a.jsonl"))):
         folder.mkdir()
@@ -111,7 +107,6 @@ def test_long_rows_of_text_can_be_split_too(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit_plain_text_are_refused(
     tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    """The file is named, and what to change."""
     (tmp_path / "story.txt").write_text(STORY)
     with pytest.raises(UserError, match=rf"story\.txt.*: .*{message}"):
         prepare(str(tmp_path / "story.txt"), tokenizer(), **settings)

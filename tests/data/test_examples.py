@@ -40,12 +40,10 @@ CHAT = [("user", "Hi"), ("assistant", "Hello")]
     ],
 )
 def test_the_columns_say_the_layout(row: dict, layout: str) -> None:
-    """Leftover columns of poorer layouts do not confuse."""
     assert layout_of(record(**row), None, {})[0] == layout
 
 
 def test_unknown_columns_are_listed_with_what_is_expected() -> None:
-    """The error has the file, the columns found, all layouts, and the key to set."""
     with pytest.raises(UserError) as error:
         layout_of(record(question="?", answer="!"), None, {})
     message = str(error.value)
@@ -56,7 +54,6 @@ def test_unknown_columns_are_listed_with_what_is_expected() -> None:
 
 
 def test_every_layout_of_a_chat_is_the_same_chat() -> None:
-    """Messages, ShareGPT, Alpaca and a list of turns in a CSV cell all say the same."""
     sharegpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     assert turns("messages", messages=[USER, ASSISTANT]) == CHAT
     assert turns("messages", messages=json.dumps([USER, ASSISTANT])) == CHAT
@@ -70,7 +67,6 @@ def test_every_layout_of_a_chat_is_the_same_chat() -> None:
 
 
 def test_alpacas_history_comes_before_the_question() -> None:
-    """Pairs of question and answer, also as JSON in a CSV cell; anything else is refused."""
     before = [("user", "a"), ("assistant", "b")]
     for history in ([["a", "b"]], '[["a", "b"]]'):
         assert turns("alpaca", instruction="Hi", output="Hello", history=history) == before + CHAT
@@ -80,7 +76,6 @@ def test_alpacas_history_comes_before_the_question() -> None:
 
 
 def test_sharegpts_function_calls_are_calls() -> None:
-    """A turn from function_call is an assistant's tool call; what is no JSON is refused."""
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}
     example = example_of(record(conversations=[{"from": "human", "value": "Hi"}, call]), "conversations")
     assert example.turns[1]["tool_calls"] == [{"name": "f", "arguments": {"a": 1}}]
@@ -95,7 +90,6 @@ def test_a_role_that_templates_do_not_know_is_refused(role: str) -> None:
 
 
 def test_columns_that_a_layout_does_not_use_are_known() -> None:
-    """A chat uses columns that a prompt with completion does not; an empty cell is nothing."""
     further = {"system": "Be kind.", "tools": [], "history": None, "id": 3, "label": False, "__index_level_0__": 7}
     found = {
         "messages": {"messages": [USER, ASSISTANT]},
@@ -108,7 +102,6 @@ def test_columns_that_a_layout_does_not_use_are_known() -> None:
 
 
 def test_parts_tools_and_nulls() -> None:
-    """Text parts are joined, tools kept, null keys dropped, and a turn that calls tools needs no content."""
     parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
     assert turns("messages", messages=[USER, ASSISTANT | {"content": parts}]) == CHAT
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
@@ -139,7 +132,6 @@ def test_parts_tools_and_nulls() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_type_names_row_and_column(layout: str, row: dict, message: str) -> None:
-    """File, line, column, what was expected and what was found."""
     with pytest.raises(UserError, match=f"data.jsonl, line 3: .*{message}"):
         example_of(record(**row), layout)
 
@@ -154,7 +146,6 @@ JSON = st.recursive(
 
 @given(layout=st.sampled_from(list(COLUMNS)), values=st.lists(JSON, min_size=3, max_size=3))
 def test_any_row_is_an_example_or_a_user_error(layout: str, values: list[Any]) -> None:
-    """No value, however odd, gives anything but an example made of text, or an error that names the row."""
     row = dict(zip([*COLUMNS[layout], "input", "system"], values, strict=False))
     try:
         example = example_of(record(**row), layout)
@@ -211,7 +202,6 @@ def test_templates_are_checked_before_data_are_read(settings: dict[str, str], sa
 
 
 def test_a_table_becomes_prompt_and_completion(tmp_path: Path) -> None:
-    """The same tokens as if the file had the two columns; renamed columns go by their new names."""
     table, plain = tmp_path / "reviews.csv", tmp_path / "plain.jsonl"
     table.write_text('Review,stars,note\n"Warm, fresh bread.",5,\n"Cold soup.",1,late\n')
     pairs = [("Warm, fresh bread. Stars:", " 5"), ("Cold soup. Stars:", " 1")]

@@ -27,7 +27,6 @@ def build(name: str, dtype: str = "float32", **changes: object) -> keyhole.Model
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=60), spare=st.integers(0, 60))
 def test_every_sample_is_in_exactly_one_row(lengths: list[int], spare: int) -> None:
-    """No sample is lost, doubled or cut, no row is too long, and at most one row is half empty."""
     max_length = max(lengths, default=1) + spare
     rows = pack(lengths, max_length)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
@@ -44,7 +43,6 @@ def test_each_sample_goes_into_the_fullest_row_where_it_fits() -> None:
 
 @given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=12))
 def test_packed_rows_hold_every_token_once(lengths: list[int]) -> None:
-    """Positions begin at 0 in every sample, its first token is never a target, and all tokens are there."""
     ids = [torch.arange(100 * i, 100 * i + n).numpy() for i, n in enumerate(lengths)]
     trained = [torch.ones(n, dtype=torch.bool).numpy() for n in lengths]
     dataset = Dataset(ids, trained, rows=pack(lengths, 24))
@@ -70,7 +68,6 @@ def test_models_that_keep_samples_apart_are_accepted(name: str, dtype: str) -> N
 @pytest.mark.parametrize("name", LEAKING)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_models_that_leak_are_refused(name: str, dtype: str) -> None:
-    """The error has the architecture and the setting to change."""
     model = build(name, dtype)
     cls = type(model.module).__name__
     with pytest.raises(UserError, match=f"packing is not supported by {cls}: .*packing=false"):
@@ -102,7 +99,6 @@ def test_rounding_by_the_size_of_a_group_is_no_leak() -> None:
 
 
 def test_a_model_that_is_given_a_cache_is_refused() -> None:
-    """With a cache the packed mask is never made."""
     model = build("llama")
     caches = lambda module, args, kwargs: (args, kwargs | {"use_cache": True})  # noqa: E731
     model.module.model.register_forward_pre_hook(caches, with_kwargs=True)
@@ -119,7 +115,6 @@ def test_attention_in_chunks_of_the_row_is_refused() -> None:
 
 
 def test_a_packed_batch_costs_what_its_samples_cost() -> None:
-    """The loss of packed rows, padding included, is the sum of the losses of the samples alone."""
     module = build("llama").module
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 5, 9, 3, 4]

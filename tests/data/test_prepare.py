@@ -34,7 +34,6 @@ def pairs(tmp_path: Path) -> str:
 
 
 def test_the_report_says_what_was_found(pairs: str) -> None:
-    """Format and why, rows, samples, tokens, trained tokens; nothing about what did not happen."""
     dataset = prepare(pairs, tokenizer(chats.CHATML))
     r = dataset.report
     assert (r.read, r.samples, r.tokens, r.trained_tokens) == (8, 8, 8 * 3 + 36, 8 + 36)
@@ -47,7 +46,6 @@ def test_the_report_says_what_was_found(pairs: str) -> None:
 
 
 def test_truncation_counts_what_is_lost(pairs: str) -> None:
-    """Samples cut, and the share of trained tokens that went with them."""
     dataset = prepare(pairs, tokenizer(), max_length=6)
     r = dataset.report  # lengths 4..11 become 4, 5, 6, 6, ...; the tails hold 1 + 2 + 3 + 4 + 5
     assert (r.truncated, r.cut_trained_tokens, r.trained_tokens) == (5, 15, 29)
@@ -56,7 +54,6 @@ def test_truncation_counts_what_is_lost(pairs: str) -> None:
 
 
 def test_overlong_samples_can_be_dropped_or_refused(pairs: str) -> None:
-    """Dropped ones are counted; the refusal names row, length, limit and what to change."""
     dataset = prepare(pairs, tokenizer(), max_length=6, overlong="drop")
     assert (dataset.report.dropped_overlong, len(dataset)) == (5, 3)
     with pytest.raises(UserError, match=r"pairs.jsonl, line 4: 7 tokens, more than max_length=6; raise max_length"):
@@ -64,7 +61,6 @@ def test_overlong_samples_can_be_dropped_or_refused(pairs: str) -> None:
 
 
 def test_samples_with_nothing_to_train_on_are_dropped_and_counted(tmp_path: Path) -> None:
-    """No answer, an empty chat: the report warns of them."""
     rows = [{"messages": m} for m in (chat("Hello", "yes"), chat("Hello"), [])]
     dataset = prepare(write(tmp_path / "a.jsonl", rows), tokenizer(chats.CHATML), max_length=60)
     assert (dataset.report.dropped_untrained, dataset.report.samples) == (2, 1)
@@ -74,7 +70,6 @@ def test_samples_with_nothing_to_train_on_are_dropped_and_counted(tmp_path: Path
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_a_long_prompt_is_cut_from_the_left_so_that_the_answer_survives(tmp_path: Path, bos: bool) -> None:
-    """The end of the prompt and the whole answer stay, and a leading bos; a chat is treated alike."""
     tok = tokenizer(chats.CHATML, bos)
     rows = [{"prompt": "A" * 40 + "B" * 10, "completion": "yes"}]
     dataset = prepare(write(tmp_path / "a.jsonl", rows), tok, max_length=20)
@@ -88,7 +83,6 @@ def test_a_long_prompt_is_cut_from_the_left_so_that_the_answer_survives(tmp_path
 
 
 def test_a_long_answer_leaves_the_prompt_half_of_the_row(tmp_path: Path) -> None:
-    """Neither side eats the other: the prompt keeps its last half row, the answer its beginning."""
     tok = tokenizer()
     path = write(tmp_path / "a.jsonl", [{"prompt": "A" * 40, "completion": "Z" * 40}])
     dataset = prepare(path, tok, max_length=20)
@@ -97,7 +91,6 @@ def test_a_long_answer_leaves_the_prompt_half_of_the_row(tmp_path: Path) -> None
 
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
-    """With the numbers, the roles found, and the limit."""
     path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}] * 3)
     with pytest.raises(UserError, match=r"no sample is left(.|\n)*3 have no trained token.*roles found: user"):
         prepare(path, tokenizer(chats.CHATML))
@@ -107,7 +100,6 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
 
 
 def test_every_file_has_its_own_format(tmp_path: Path) -> None:
-    """Files of different layouts make one set; an override holds for all and is checked."""
     write(tmp_path / "a.jsonl", [{"text": "Hello there"}])
     write(tmp_path / "b.jsonl", [{"messages": chat("Hi", "yes"), "text": "no"}])
     dataset = prepare([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], tokenizer(chats.CHATML))
@@ -129,14 +121,12 @@ def test_every_file_has_its_own_format(tmp_path: Path) -> None:
     ],
 )
 def test_settings_are_checked_first(pairs: str, change: dict, message: str) -> None:
-    """A wrong value is named before anything is read."""
     with pytest.raises(UserError, match=message):
         prepare(pairs, tokenizer(), **change)
 
 
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=15), max_length=st.integers(8, 30))
 def test_packing_loses_no_token(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], max_length: int) -> None:
-    """Packed rows hold the same tokens and the same trained tokens as the samples alone."""
     rows = [{"prompt": "Q", "completion": chr(65 + i) * n} for i, n in enumerate(sizes)]
     path = write(tmp_path_factory.getbasetemp() / "packed.jsonl", rows)
     alone = prepare(path, tokenizer(bos=True), max_length=max_length)
@@ -178,7 +168,6 @@ def test_text_that_the_tokenizer_does_not_know_is_reported(tmp_path: Path, unkno
 
 
 def test_control_tokens_of_another_model_are_named(tmp_path: Path) -> None:
-    """From the setting chat_template, or in texts that were written out for another model."""
     other = "{% for m in messages %}{{ '<|begin|>' + m.role + '<|im_end|>' + m.content + '<|fin|>' }}{% endfor %}"
     chats_of = write(tmp_path / "chats.jsonl", [{"messages": chat("Hi", "A.")}] * 2)
     assert prepare(chats_of, tokenizer(chats.CHATML)).report.foreign == {}
@@ -190,7 +179,6 @@ def test_control_tokens_of_another_model_are_named(tmp_path: Path) -> None:
 
 
 def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
-    """With a warning if they mean something in other rows; settings that name columns are a choice."""
     row = {"prompt": "a", "completion": "b", "system": "Be kind.", "context": "text"}
     path = write(tmp_path / "a.jsonl", [row, row | {"context": ""}])
     lines = prepare(path, tokenizer()).report.lines()
@@ -201,7 +189,6 @@ def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
 
 
 def test_a_system_column_begins_every_chat(tmp_path: Path) -> None:
-    """Unless the chat has the same text itself; a contradiction is refused."""
     said, system = chat("Hi", "A."), {"role": "system", "content": "Be good."}
     tok = tokenizer(chats.CHATML)
     own = prepare(write(tmp_path / "own.jsonl", [{"messages": [system, *said]}]), tok)
@@ -248,7 +235,6 @@ def test_settings_about_chats_are_named_where_they_do_nothing(pairs: str, tmp_pa
 
 
 def test_the_peak_is_little_more_than_what_stays() -> None:
-    """Five bytes per token stay; at no time are there seven, not even when the data set is made."""
     count, length = 500, 4000
     example = Example(Record("a.jsonl", "line", 1, {}), prompt="", answer="")
     tokens = Tokens(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool), None, False)

@@ -22,7 +22,6 @@ def write(tmp_path: Path, *rows: dict) -> str:
 
 
 def test_runs_are_named_and_tokens_written_out(tmp_path: Path) -> None:
-    """Read and trained stretches have a word in front, line breaks are visible, ids stand below."""
     tok = tokenizer(chats.CHATML)
     path = write(tmp_path, {"messages": chat("Hello", "yes")}, {"messages": chat("Hello", "no")})
     lines = preview(prepare(path, tok), tok, 1).splitlines()
@@ -36,7 +35,6 @@ def test_runs_are_named_and_tokens_written_out(tmp_path: Path) -> None:
 
 
 def test_what_is_cut_is_shown(tmp_path: Path) -> None:
-    """How many tokens, how many of them trained, and how they begin; long runs show both ends."""
     tok = tokenizer()
     dataset = prepare(write(tmp_path, {"text": "Z" * 230}), tok, max_length=210)
     text = preview(dataset, tok)
@@ -48,7 +46,6 @@ def test_what_is_cut_is_shown(tmp_path: Path) -> None:
 
 
 def test_file_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
-    """Escapes in a name are written out, in the report and in the preview."""
     path = tmp_path / "a\x1b[2J.jsonl"
     path.write_text('{"text": "Hello \\u001b[2J"}')
     dataset = prepare(str(path), tokenizer())
@@ -57,7 +54,6 @@ def test_file_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
 
 
 def test_packed_rows_show_their_samples(tmp_path: Path) -> None:
-    """One heading for the row, one for each sample in it."""
     tok = tokenizer()
     rows = [{"prompt": "Q", "completion": "Z" * n} for n in (3, 4)]
     dataset = prepare(write(tmp_path, *rows), tok, max_length=32, packing=True)

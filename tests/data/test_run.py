@@ -18,7 +18,6 @@ def settings(model: Path, data: Path, **changes: Any) -> DataSettings:
 
 
 def test_loaders_and_report(tiny_model: Path, tiny_data: Path) -> None:
-    """Steps of the right size, evaluation in order, a report that names both sets."""
     data = load_data(settings(tiny_model, tiny_data, eval_data=[str(tiny_data)]))
     assert data.train.steps_per_epoch == 3
     assert [len(batch["input_ids"]) for batch in next(data.train)] == [4, 4]
@@ -36,14 +35,12 @@ def test_only_training_is_packed(tiny_model: Path, tiny_data: Path) -> None:
 
 
 def test_preview_of_the_data(tiny_model: Path, tiny_data: Path) -> None:
-    """The report first, then as many samples as asked for."""
     text = preview_data(settings(tiny_model, tiny_data), 2)
     assert text.startswith(f"{tiny_data}: format prompt_completion")
     assert text.count("sample ") == 2 + text.count("longest sample")
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, tiny_data: Path) -> None:
-    """The key and the directory stand in the error, and whether it is a model at all."""
     with pytest.raises(UserError, match=f"model: {tmp_path} has no config.json"):
         load_data(settings(tmp_path, tiny_data))
     for family in ("llama", "opt"):
@@ -57,14 +54,12 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, tiny_data: Path) -
 
 
 def test_a_batch_larger_than_the_data_is_mentioned(tiny_model: Path, tiny_data: Path) -> None:
-    """24 rows and 40 for a step: the report says that a step is all of the data."""
     report = load_data(settings(tiny_model, tiny_data, batch_size=20)).report
     assert "batch_size=20 x gradient_accumulation_steps=2 is more than the 24 rows" in "\n".join(report)
     assert not any("batch_size" in line for line in load_data(settings(tiny_model, tiny_data)).report)
 
 
 def test_a_preview_reads_only_the_samples_it_shows(tiny_model: Path, tmp_path: Path) -> None:
-    """Three samples of a file whose fourth row is broken are shown; the whole file is refused."""
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "Hello"}) + "\n" + (json.dumps({"text": "x" * 9}) + "\n") * 2 + "{broken\n" * 9)
     text = preview_data(settings(tiny_model, path), 2)
@@ -99,7 +94,6 @@ def test_sources_are_mixed_by_weight(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_columns_are_renamed(tiny_model: Path, tmp_path: Path) -> None:
-    """The setting maps our names to theirs; a name that is not there is refused with those that are."""
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"question": "1 + 1 = ", "answer": "2", "text": "no"}) + "\n")
     columns = {"prompt": "question", "completion": "answer"}
@@ -112,7 +106,6 @@ def test_columns_are_renamed(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_duplicates_are_left_out_of_training_only(tiny_model: Path, tmp_path: Path) -> None:
-    """The first of equal samples stays; evaluation counts what it was given."""
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"text": "Hello"}) + "\n") * 3 + json.dumps({"text": "Bye"}) + "\n")
     data = load_data(settings(tiny_model, path, eval_data=str(path), dedup=True))
@@ -141,7 +134,6 @@ def test_a_resumed_run_prints_the_day_it_began(tiny_model: Path, tmp_path: Path)
 def test_the_template_of_a_setting_is_a_text_or_a_regular_file(
     tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
-    """A file is read; what is missing, endless, too large or no text is refused by name."""
     path = tmp_path / "t.jinja"
     path.write_text(DATED)
     assert settings(tiny_model, tiny_data, chat_template=str(path)).template_text == DATED
@@ -162,7 +154,6 @@ def test_the_template_of_a_setting_is_a_text_or_a_regular_file(
 
 
 def test_held_out_samples_that_are_trained_on_are_counted(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
-    """By their tokens, whatever the file is called; other rows are none of them."""
     lines = tiny_data.read_text().splitlines(keepends=True)
     other = lines[0].replace("1", "9")
     (tmp_path / "held.jsonl").write_text("".join([*lines[:3], other]))

@@ -49,7 +49,6 @@ def rows(source: str | list[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("suffix", TABLES)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
-    """JSON, JSONL, CSV, TSV and Parquet hold the same rows, quotes, tabs and line breaks included."""
     path = write(tmp_path / f"data{suffix}", ROWS)
     records = list(read(str(path)))
     assert [record.row for record in records] == ROWS
@@ -58,7 +57,6 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> 
 
 
 def test_globs_directories_and_lists(tmp_path: Path) -> None:
-    """Files come in sorted order; a directory's other files are left alone."""
     for i in (2, 0, 1):
         write(tmp_path / f"part{i}.jsonl", [{"text": str(i)}])
     (tmp_path / "notes.md").write_text("no data")
@@ -68,7 +66,6 @@ def test_globs_directories_and_lists(tmp_path: Path) -> None:
 
 
 def test_json_that_is_jsonl_after_all(tmp_path: Path) -> None:
-    """One object per line in a .json file is read as meant, blank lines and byte order mark included."""
     path = tmp_path / "data.json"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\n\n{"text": "b"}\n')
     assert [(r.row["text"], r.where) for r in read(str(path))] == [
@@ -112,14 +109,12 @@ def test_a_line_of_a_spreadsheet_names_the_delimiter(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_broken_file_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:
-    """The error says which file, which line and what is wrong."""
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
         rows(str(tmp_path / name))
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
-    """A Latin-1 file is told to become UTF-8, with the line of its first such letter; UTF-16 is recognised."""
     rest = '{"text": "a"}\n' * 3000
     (tmp_path / "a.jsonl").write_bytes((rest + '{"text": "caf\u00e9"}').encode("latin-1"))
     with pytest.raises(UserError, match=r"a.jsonl, line 3001: not UTF-8"):
@@ -134,7 +129,6 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv"])
 def test_compressed_text_is_read(tmp_path: Path, suffix: str) -> None:
-    """The same rows out of .gz, also in a directory; a torn one is named."""
     plain = write(tmp_path / f"data{suffix}", ROWS)
     packed = tmp_path / "sub" / f"data{suffix}.gz"
     packed.parent.mkdir()
@@ -146,7 +140,6 @@ def test_compressed_text_is_read(tmp_path: Path, suffix: str) -> None:
 
 
 def test_a_csv_with_other_delimiters(tmp_path: Path) -> None:
-    """Semicolons and tabs are seen in the header; a comma there decides for commas."""
     for name, mark in (("a.csv", ";"), ("b.csv", "\t"), ("c.csv.gz", ";")):
         text = f'prompt{mark}completion\n"a{mark}b"{mark}"c, d"\n'.encode()
         (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
@@ -156,7 +149,6 @@ def test_a_csv_with_other_delimiters(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_save_to_disk_is_read_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several splits the one called train; without the package, the error says what the directory is."""
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     write(tmp_path / "a.jsonl", ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -179,7 +171,6 @@ def test_nulls_that_parquet_added_are_taken_out(tmp_path: Path) -> None:
 
 
 def test_a_row_of_20_megabytes_is_refused(tmp_path: Path) -> None:
-    """In every kind of file, by its line or row, before it is taken apart."""
     large = "x" * (20 * 2**20)
     for suffix in (".jsonl", ".csv"):
         path = write(tmp_path / f"a{suffix}", [{"text": "a"}, {"text": large}])
@@ -192,7 +183,6 @@ def test_a_row_of_20_megabytes_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said_at_once(tmp_path: Path) -> None:
-    """All missing sources stand in one error, with what is there instead."""
     write(tmp_path / "train.jsonl", ROWS)
     (tmp_path / "empty").mkdir()
     sources = [f"{tmp_path}/trian.jsonl", f"{tmp_path}/*.csv", f"{tmp_path}/empty"]
@@ -206,7 +196,6 @@ def test_what_is_missing_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_with_split_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`id`, `id:split` and `id:config:split` reach the package as they are meant; its errors name the id."""
     calls = []
 
     class Fake:
@@ -231,7 +220,6 @@ TABLES = st.lists(st.fixed_dictionaries({"prompt": st.text(), "completion": st.t
 
 @given(table=TABLES, suffix=st.sampled_from([".json", ".jsonl", ".parquet"]))
 def test_any_text_survives(tmp_path_factory: pytest.TempPathFactory, table: list, suffix: str) -> None:
-    """Whatever the cells hold, they come back."""
     path = write(tmp_path_factory.getbasetemp() / f"any{suffix}", table)
     assert rows(str(path)) == table
 

@@ -48,7 +48,6 @@ TALK = chat("What is the capital?", "Paris.", "Of France?", "Yes.")
     ids=["chatml", "llama3", "thinking", "closing", "strict", "prefilled", "bare", "channels", "no-template"],
 )
 def test_answers_of_a_chat(template: str | None, expected: list[str]) -> None:
-    """Each assistant turn with its end is trained, and nothing else, whatever the template rewrites."""
     _, trained = render(tokenizer(template), "messages", messages=TALK)
     assert trained == expected
 
@@ -71,7 +70,6 @@ def test_a_chat_is_tokenised_as_at_inference(template: str | None, bos: bool) ->
 
 
 def test_train_on_all() -> None:
-    """Every token but the first is trained."""
     tokens, _ = render(tokenizer(chats.CHATML), "messages", train_on="all", messages=TALK)
     assert not tokens.trained_T[0] and tokens.trained_T[1:].all()
 
@@ -92,7 +90,6 @@ def test_train_on_all() -> None:
     ],
 )
 def test_prompt_and_completion(bos: bool, trim_offsets: bool, prompt: str, completion: str, expected: str) -> None:
-    """The completion and an eos are trained; bos is there once if the tokenizer adds it, never trained."""
     tok = tokenizer(chats.CHATML, bos, trim_offsets)
     tokens, trained = render(tok, "prompt_completion", prompt=prompt, completion=completion)
     ids = tokens.ids_T.tolist()
@@ -104,7 +101,6 @@ def test_prompt_and_completion(bos: bool, trim_offsets: bool, prompt: str, compl
 
 
 def test_alpaca_without_a_chat_template() -> None:
-    """Instruction and input under one heading, the output under the other, eos at its end."""
     tok = tokenizer(bos=True)
     tokens, trained = render(tok, "alpaca", instruction="Add.", input="1 2", output="3")
     text = tok.decode(tokens.ids_T.tolist(), clean_up_tokenization_spaces=False)
@@ -113,7 +109,6 @@ def test_alpaca_without_a_chat_template() -> None:
 
 
 def test_a_tokenizer_without_offsets_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boundaries found by tokenising prefixes agree with those found by offsets."""
     rows = [{"prompt": p, "completion": c} for p, c in [("What is:", " yes"), ("What: ", "yes"), ("", "no")]]
     tok = tokenizer(bos=True)
     fast = [render(tok, "prompt_completion", **row)[0] for row in rows]
@@ -133,7 +128,6 @@ def test_a_tokenizer_without_offsets_gives_the_same(monkeypatch: pytest.MonkeyPa
     ids=["hides its loop and rewrites", "does not write it"],
 )
 def test_an_answer_that_cannot_be_found_is_refused(template: str) -> None:
-    """The row is named, nothing is guessed."""
     with pytest.raises(UserError, match=r"data.jsonl, line 7: cannot find turn 2"):
         render(tokenizer(template), "messages", messages=chat("Hello", "Paris", "more"))
 
@@ -157,7 +151,6 @@ def test_any_chat_trains_its_answers(contents: list[str], template: str) -> None
 
 @pytest.mark.parametrize("row", [{"text": "ab \ud83d cd"}, {"messages": chat("ab \ud83d cd", "fine")}])
 def test_half_a_character_is_refused_by_line(row: dict[str, Any]) -> None:
-    """A lone surrogate, which JSON can escape, is named with its file and line; whole ones are text."""
     tok, layout = tokenizer(chats.CHATML), next(iter(row))
     with pytest.raises(UserError, match=r"data.jsonl, line 7: .*'\\ud83d', half of a character.*ab .* cd"):
         render(tok, layout, **row)

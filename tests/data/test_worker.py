@@ -42,7 +42,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_template_that_harms_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the row in the message; and the next chat is written as ever."""
     monkeypatch.setattr(worker, "SECONDS", 1)
     example = example_of(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.")}), "messages")
     with pytest.raises(UserError, match="line 7: the chat template"):
@@ -51,7 +50,6 @@ def test_a_template_that_harms_is_stopped(source: str, monkeypatch: pytest.Monke
 
 
 def test_a_chat_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the work that finding its answers makes."""
     monkeypatch.setattr(worker, "SECONDS", 1)
     example = example_of(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.") * 4000}), "messages")
     with pytest.raises(UserError, match="line 7: the chat template, for 8,000 turns, takes more than 1 s"):
@@ -102,7 +100,6 @@ def test_no_torch_in_the_process() -> None:
 
 
 def test_expressions_and_patterns_of_a_task_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As chat templates are."""
     monkeypatch.setattr(worker, "SECONDS", 1)
     with pytest.raises(UserError, match="^row takes more than 1 s"):
         bounded(

@@ -110,7 +110,6 @@ def test_bin_files_are_fetched_where_there_are_no_others(hub: Hub, tmp_path: Pat
 
 
 def test_a_broken_connection_is_taken_up_where_it_broke(hub: Hub, tmp_path: Path) -> None:
-    """The file comes in two parts, and is whole."""
     repo = hub.add("owner/large", assets.MODEL)
     repo.files["model.safetensors"] = whole = os.urandom(2**20) * 24
     hub.cut["model.safetensors"] = [14 * 2**20]
@@ -121,7 +120,6 @@ def test_a_broken_connection_is_taken_up_where_it_broke(hub: Hub, tmp_path: Path
 
 
 def test_an_interrupted_download_keeps_the_files_that_are_whole(hub: Hub, tmp_path: Path) -> None:
-    """One of two shards does not come; the next process asks for that one only."""
     repo = hub.add("owner/two", assets.MODEL)
     shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     repo.files |= dict.fromkeys(shards, repo.files.pop("model.safetensors"))
@@ -151,7 +149,6 @@ REFUSALS = [
 def test_what_is_not_given_is_told_with_what_to_do(
     hub: Hub, tmp_path: Path, name: str, env: dict[str, str], says: str
 ) -> None:
-    """401, 403 and 404 mean different things to the user; so do a bad token, a file that is missing, and offline."""
     hub.add("owner/private", assets.MODEL, private=True)
     hub.add("owner/gated", assets.MODEL, gated=True)
     hub.add("owner/gguf", assets.MODEL).files.pop("config.json")
@@ -165,7 +162,6 @@ def test_a_token_opens_what_is_private_or_gated(hub: Hub, tmp_path: Path) -> Non
 
 
 def test_a_directory_asks_nobody(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection is tried for a model that is here: not for its config, its tokenizer or its weights."""
     import socket
 
     def refuse(*args: object) -> None:
@@ -177,7 +173,6 @@ def test_a_directory_asks_nobody(tiny_model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_of_the_hub_is_loaded_with_its_tokenizer(hub: Hub, tmp_path: Path) -> None:
-    """Config, tokenizer and weights of an id, then all of it again without a network: the same text."""
     hub.add("owner/tiny", assets.MODEL)
     said = []
     for env in ({}, {"HF_HUB_OFFLINE": "1"}):

@@ -68,7 +68,6 @@ def trained(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) -> None:
-    """Metadata that the hub reads, then all of it for people; of paths only the names of files."""
     text = card(trained, "me/tuned")
     assert "`train.jsonl`" in text and "loss over: answers" in text and "secret-folder" not in text
     text = card(write_run(trained, task="sst2", train_data=None), "me/tuned")
@@ -137,7 +136,6 @@ def test_the_card_of_a_checkpoint_tells_of_its_own_steps(trained: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 12, 13, 23, 24, 145])
 def test_a_card_shows_each_evaluation_once(trained: Path, count: int) -> None:
-    """Twelve of them at most, the first and the last among them."""
     rows = [{"step": 1, "loss": 2.0}, *({"step": i, "eval_loss": 1.0} for i in range(1, count + 1))]
     (trained / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = re.findall(r"^\| (\d+) \| 1.0000 \|$", card(trained, "me/tuned"), re.M)
@@ -156,7 +154,6 @@ def test_a_path_that_is_not_here_is_no_hub_id(trained: Path, path: str) -> None:
 @pytest.mark.parametrize("name", ["run/config.yaml", "run/env.json", "config.json"])
 @pytest.mark.parametrize("text", ["[1, 2]", "{", "a: [", "\x00", "", "7", "null", '"x"', "[" * 1000, None])
 def test_files_that_make_no_card_are_told(trained: Path, name: str, text: str | None) -> None:
-    """Edited by hand, cut off, or a directory: one message that names the file, and the way out."""
     (trained / name).unlink()
     (trained / name).mkdir() if text is None else (trained / name).write_text(text)
     with pytest.raises(UserError, match="README.md of your own") as caught:
@@ -166,7 +163,6 @@ def test_files_that_make_no_card_are_told(trained: Path, name: str, text: str | 
 
 
 def test_settings_of_a_wrong_type_make_no_card(trained: Path) -> None:
-    """The message names the file and the key."""
     for key, value in [("batch_size", [1, 2]), ("method", {"a": 1}), ("learning_rate", "much"), ("lomo", [1])]:
         with pytest.raises(UserError, match="README.md of your own") as caught:
             card(write_run(trained, **{key: value}), "me/tuned")
@@ -174,7 +170,6 @@ def test_settings_of_a_wrong_type_make_no_card(trained: Path) -> None:
 
 
 def test_odd_metrics_are_left_out_of_the_card(trained: Path) -> None:
-    """Lines and values that no run writes are no part of its figures."""
     before = card(trained, "me/tuned")
     odd = ['{"step": "x", "loss": 1}', '{"step": 4, "loss": [1], "gpu_gib": "a"}', '{"step": true}', "7", "[]", "\0"]
     with (trained / "run" / "metrics.jsonl").open("a") as file:
@@ -199,7 +194,6 @@ def test_damaged_weights_are_not_published(trained: Path) -> None:
 
 
 def test_a_card_of_ones_own_that_is_no_text(trained: Path) -> None:
-    """It is told before anything is sent."""
     (trained / "README.md").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"README.md is no text .*; mend it, or delete it"):
         push(trained, "me/tuned")
@@ -223,7 +217,6 @@ def test_a_push_is_one_commit_with_model_and_card(hub: Hub, trained: Path) -> No
     ("base", "sent"), [("/home/me/secret", "me/tuned"), ("owner/base", "owner/base"), (None, None)]
 )
 def test_an_adapter_names_a_base_that_others_find(hub: Hub, trained: Path, base: str | None, sent: str | None) -> None:
-    """No path of this machine; what is here stays as it is."""
     file = trained / "adapter" / "adapter_config.json"
     file.parent.mkdir()
     file.write_text(json.dumps({"base_model_name_or_path": base, "r": 8}))
@@ -235,7 +228,6 @@ def test_an_adapter_names_a_base_that_others_find(hub: Hub, trained: Path, base:
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
 def test_a_broken_adapter_is_no_fault_of_the_hub(hub: Hub, trained: Path, text: str) -> None:
-    """The message names the file, and nothing is sent."""
     file = trained / "adapter" / "adapter_config.json"
     file.parent.mkdir()
     file.write_text(text)
@@ -256,7 +248,6 @@ def test_a_second_push_replaces_weights_in_other_files(hub: Hub, trained: Path) 
 
 
 def test_what_the_hub_refuses_is_told(hub: Hub, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No token, a bad one, somebody else's name, a name that cannot be one, a directory without weights."""
     with pytest.raises(UserError, match="someone-else/x: the hub refuses: your token may not write there"):
         push(trained, "someone-else/x")
     with pytest.raises(UserError, match="is no name of a model on the hub"):
@@ -283,7 +274,6 @@ def train_and_push(model: Path, data: Path, out: Path, hub_id: str) -> int:
 def test_a_run_is_published_at_its_end(
     hub: Hub, tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """push_to_hub: the repository is made first, the model arrives, and loads again from there."""
     out = tmp_path / "mine"
     assert train_and_push(tiny_model, tiny_data, out, "me/mine") == 0
     assert f"pushed: {hub.url}/me/mine" in capsys.readouterr().out
@@ -295,7 +285,6 @@ def test_a_run_is_published_at_its_end(
 def test_a_name_that_cannot_be_had_is_known_before_training(
     hub: Hub, tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """Nothing is trained, nothing is written."""
     out = tmp_path / "mine"
     assert train_and_push(tiny_model, tiny_data, out, "someone-else/mine") == 2
     assert "your token may not write there" in capsys.readouterr().err and not out.exists()
@@ -304,7 +293,6 @@ def test_a_name_that_cannot_be_had_is_known_before_training(
 def test_a_push_that_fails_at_the_end_says_how_to_do_it_later(
     hub: Hub, tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is there, and the command."""
 
     def fail(*args: Any, **options: Any) -> str:
         raise UserError("push: me/mine: the hub refuses: no room")
@@ -316,7 +304,6 @@ def test_a_push_that_fails_at_the_end_says_how_to_do_it_later(
 
 
 def test_a_dry_run_of_push_asks_nobody(trained: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The card on standard output, the files beside it."""
     monkeypatch.setattr(pushing, "prepare", lambda *args: pytest.fail("the hub was asked"))
     assert main(["push", str(trained), "me/tuned", "--dry-run"]) == 0
     found = capsys.readouterr()
@@ -325,7 +312,6 @@ def test_a_dry_run_of_push_asks_nobody(trained: Path, capsys: Any, monkeypatch: 
 
 
 def test_without_a_network_the_command_for_later_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the name that was asked for."""
     monkeypatch.setattr("keyhole.hub.push.hub_answers", lambda: False)
     with pytest.raises(UserError, match="cannot be reached from here .*push later: keyhole push DIR me/model"):
         pushing.prepare("me/model", None)

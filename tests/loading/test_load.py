@@ -51,7 +51,6 @@ def shard(path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("placement", ["resident", "stream"])
 def test_shards_and_single_files_are_the_same(saved: Path, broken: Path, placement: str) -> None:
-    """How a checkpoint is cut into files does not matter."""
     shard(broken, 3)
     one, three = (keyhole.load(path, device="cpu", placement=placement) for path in (saved, broken))
     for (name, a), (_, b) in zip(one.named_tensors(), three.named_tensors(), strict=True):
@@ -94,7 +93,6 @@ def test_dtype_is_that_of_the_checkpoint_or_as_asked(saved: Path, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "mamba"])
 def test_random_weights_depend_on_the_seed_alone(name: str) -> None:
-    """Equal seeds give equal models, whatever the placement and whatever was drawn before; others differ."""
     one = keyhole.load(config(name), init="random", device="cpu", seed=5)
     torch.rand(7)
     state = torch.random.get_rng_state()
@@ -107,7 +105,6 @@ def test_random_weights_depend_on_the_seed_alone(name: str) -> None:
 
 
 def test_generation_config_survives_a_round_trip(broken: Path, tmp_path: Path) -> None:
-    """Stop tokens and sampling settings are read, used and written again."""
     settings = {"eos_token_id": [2, 7], "temperature": 0.6, "do_sample": True, "top_p": 0.9}
     (broken / "generation_config.json").write_text(json.dumps(settings))
     model = keyhole.load(broken, device="cpu")
@@ -164,7 +161,6 @@ BINS = {
 
 @pytest.mark.parametrize("how", BINS)
 def test_bin_files_are_read_to_the_same_bits(saved: Path, broken: Path, how: str) -> None:
-    """What was published before safetensors loads as it is, in one file, in shards, and with other names."""
     to_bin(broken, **BINS[how])
     one, two = (keyhole.load(path, device="cpu", placement="stream") for path in (saved, broken))
     for (name, a), (_, b) in zip(one.named_tensors(), two.named_tensors(), strict=True):
@@ -183,7 +179,6 @@ class Evil:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_no_code_in_a_bin_file_runs(broken: Path, tmp_path: Path, zipped: bool) -> None:
-    """A pickle that asks for more than tensors is refused unopened."""
     (broken / "model.safetensors").unlink()
     content = {"model.embed_tokens.weight": Evil(tmp_path / "owned")}
     torch.save(content, broken / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
@@ -277,7 +272,6 @@ BREAKS = {
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_directory_is_the_users_error(broken: Path, name: str) -> None:
-    """One message that names the file and what is wrong with it."""
     damage, says = BREAKS[name]
     damage(broken)
     with pytest.raises(UserError, match=says):
@@ -285,7 +279,6 @@ def test_a_broken_directory_is_the_users_error(broken: Path, name: str) -> None:
 
 
 def test_a_missing_or_damaged_shard_is_named(broken: Path) -> None:
-    """Of many shards, the one that is missing, or cut short by a full disk."""
     shard(broken, 3)
     second = broken / "model-00002-of-00003.safetensors"
     truncate(second)
@@ -298,14 +291,12 @@ def test_a_missing_or_damaged_shard_is_named(broken: Path) -> None:
 
 @pytest.mark.parametrize("model", ["/no/such/dir", "./nothing", "nothing", "a/b/c"])
 def test_not_a_directory(model: str) -> None:
-    """A path that does not exist and cannot be a hub id is refused before any network is asked."""
     with pytest.raises(UserError, match="is not a directory here"):
         keyhole.load(model)
 
 
 @pytest.mark.parametrize("fault", [OfflineModeIsEnabled("offline"), OSError(28, "No space left"), RuntimeError("odd")])
 def test_whatever_the_hub_says_is_one_message(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No network, no room on the disk, a fault of the HTTP library: the name, what was said, and what to check."""
 
     def refuse(*args: object, **options: object) -> None:
         raise fault
@@ -364,18 +355,15 @@ def test_bin_files_of_a_hub_model_are_fetched_where_there_are_no_others(
 
 
 def test_a_file_is_not_a_model(saved: Path) -> None:
-    """The directory is asked for."""
     with pytest.raises(UserError, match="config.json is a file; give the directory"):
         keyhole.load(saved / "config.json", device="cpu")
 
 
 def test_the_embedded_model_by_its_name() -> None:
-    """keyhole.load("demo") is what `model: demo` means in a config."""
     assert Path(keyhole.load("demo", device="cpu").source) == assets.MODEL
 
 
 def test_wrong_arguments() -> None:
-    """Each names the argument, what was found, and what may stand there."""
     with pytest.raises(UserError, match="choose pretrained or random"):
         keyhole.load(config("llama"), init="zeros")
     with pytest.raises(UserError, match='init="random"'):
@@ -393,7 +381,6 @@ def test_wrong_arguments() -> None:
 
 
 def test_a_model_of_transformers_is_answered_with_what_to_write() -> None:
-    """And so is anything else that is no name."""
     theirs = LlamaForCausalLM(config("llama"))
     with pytest.raises(UserError, match="found a LlamaForCausalLM, expected a directory.*or save it first"):
         keyhole.load(theirs)
@@ -406,7 +393,6 @@ def test_a_model_of_transformers_is_answered_with_what_to_write() -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_method_on_what_is_no_model_is_answered_with_what_to_write(name: str) -> None:
-    """Before anything is done to it."""
     method = getattr(keyhole, name)
     for wrong in ("x", LlamaForCausalLM(config("llama"))):
         with pytest.raises(UserError, match=rf"found a .*keyhole.{name}\(keyhole.load\("):
@@ -414,7 +400,6 @@ def test_a_method_on_what_is_no_model_is_answered_with_what_to_write(name: str) 
 
 
 def test_models_and_methods_say_what_they_are() -> None:
-    """In a notebook, a bare name is answered."""
     model = keyhole.load(config("llama"), init="random", device="cpu", placement="stream")
     size = f"{6_368 + 10_304 * LAYERS:,} parameters"
     assert repr(model) == f"<Model: LlamaForCausalLM, {size}, float32 on cpu, {LAYERS} of {LAYERS + 3} units streamed>"
@@ -424,6 +409,5 @@ def test_models_and_methods_say_what_they_are() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_asked_for_where_there_is_none() -> None:
-    """The message says what PyTorch sees and what to write."""
     with pytest.raises(UserError, match="no CUDA GPU here; use device=cpu"):
         choose_device("cuda")

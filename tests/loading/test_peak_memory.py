@@ -41,7 +41,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_peak_memory_is_the_weights_and_one_shard(large: Path) -> None:
-    """Loading 130 MB never holds a second copy: weights, slots, one mapped shard, and 24 MB of slack."""
     shard_bytes = max(file.stat().st_size for file in large.glob("*.safetensors"))
     reader, writer = server.Pipe(duplex=False)
     process = server.Process(target=_measure, args=(large, writer))

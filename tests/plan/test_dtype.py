@@ -40,7 +40,6 @@ def test_left_to_us_it_is_one_that_the_method_and_the_cpu_can_use(method: str, h
 
 
 def test_what_is_asked_for_is_taken_and_a_slow_one_is_said(has_bf16: bool) -> None:
-    """An explicit dtype is never replaced."""
     asked = choose_dtype("bfloat16", SimpleNamespace(dtype=torch.float32), CPU)
     assert asked.dtype == torch.bfloat16 and ("warning: this CPU has no arithmetic" in str(asked)) != has_bf16
     with pytest.raises(UserError, match="float64 .of the checkpoint, by its config.json. is not one of float32"):
@@ -85,7 +84,6 @@ def test_a_method_is_not_made_on_a_dtype_that_it_cannot_train_in(method: str) ->
 
 
 def test_a_method_that_scales_its_loss_is_made_on_float16() -> None:
-    """It steps, and nothing is refused."""
     model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float16")
     assert torch.isfinite(keyhole.LOMO(model).step(batch()))
 

@@ -76,7 +76,6 @@ def test_link_bytes_are_those_of_experts_that_tokens_meet() -> None:
 
 
 def test_the_start_block_says_how_experts_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, or whole and why."""
     assert "experts" not in " ".join(keyhole.load(config("mixtral"), init="random", device="cpu").describe())
     monkeypatch.setattr(stacks, "STACK_NUMEL", 0)
     monkeypatch.setattr("keyhole.plan.placement.STACK_NUMEL", 0)

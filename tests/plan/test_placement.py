@@ -115,7 +115,6 @@ def test_a_rank_is_planned_for_its_part(method: str) -> None:
 
 
 def test_what_one_device_cannot_hold_four_can() -> None:
-    """A budget below the weights is refused for one process, and enough for one of four."""
     layout, four = planned("lomo", Four())
     budget = four.device_bytes.total + 1024
     assert budget < 0.8 * 4 * layout.numel

@@ -208,6 +208,5 @@ def test_adapters_are_part_of_the_device_bytes() -> None:
 
 
 def test_a_plan_says_how_near_its_seconds_are() -> None:
-    """Which of the three bounds holds."""
     assert "20 %" in trust(replace(H200, measured=True), 10**10) and "25 %" in trust(H200, 10**10)
     assert "factor of two" in trust(replace(H200, measured=True), 10**9)

@@ -58,7 +58,6 @@ def test_too_small_a_budget_is_told_what_helps(case: str) -> None:
 @pytest.mark.parametrize("how", ["stream", "resident"])
 @pytest.mark.parametrize("method", ["zo", "lomo", "lsp"])
 def test_the_minimum_that_is_named_is_enough(method: str, how: str) -> None:
-    """Copied into the config, it is accepted; placement=resident has one of its own."""
     with pytest.raises(UserError, match="is below the .*Raise gpu_memory") as caught:
         small(method, "20KiB", how)
     least = re.search(r"[0-9.]+[KM]iB", str(caught.value).partition("is below")[2])[0]
@@ -119,7 +118,6 @@ def test_a_budget_planned_for_another_method_is_said() -> None:
 
 
 def test_the_warning_points_to_the_line_that_makes_the_method() -> None:
-    """Not to keyhole's own code: the user sees which line to change."""
     model = keyhole.load(config("llama"), init="random", device="cpu", placement="stream", gpu_memory="64MiB")
     with pytest.warns(UserWarning, match="was planned for zo") as found:
         keyhole.LOMO(model)

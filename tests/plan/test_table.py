@@ -54,7 +54,6 @@ def question(
 
 
 def test_every_method_has_a_row_in_every_placement_that_it_can_have() -> None:
-    """Methods x placements x wires, those that stream streamed, and no row twice."""
     table = rows(question(small(), gpu_gib=0.02, batch=1, length=64))
     assert {row.method for row in table} == set(METHODS)
     for name, row in METHODS.items():
@@ -122,7 +121,6 @@ def test_the_seconds_are_near_those_measured() -> None:
 
 
 def test_a_faster_part_makes_no_step_slower() -> None:
-    """Each rate doubled: no row takes longer; a doubled link makes a link-bound row faster."""
     asked = question(small(), gpu_gib=0.02, batch=1, length=64)
     before = rows(asked)
     for name in ("device_memory", "up", "down", "both", "host_memory", "adam"):
@@ -193,7 +191,6 @@ def test_a_refusal_names_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_rates_survive_a_round_trip_and_refuse_nonsense() -> None:
-    """JSON and back; what is no machine is a ValueError."""
     rates = PROFILES["4090"]
     assert Rates.from_dict(json.loads(json.dumps(rates.to_dict()))) == rates
     for broken in (
@@ -210,7 +207,6 @@ def test_rates_survive_a_round_trip_and_refuse_nonsense() -> None:
 
 
 def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second time is read; a damaged file is measured again; `known` never measures."""
     monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path))
     calls = []
     monkeypatch.setattr(measure, "measure", lambda device: calls.append(device) or PROFILES["laptop"])
@@ -223,7 +219,6 @@ def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pyt
 
 
 def test_parts_overlap() -> None:
-    """A step takes at least its longest part and less than the sum of all."""
     asked = question(llama_7b(), gpu_gib=140)
     found = plan_row(asked, METHODS["adam-offload"], "stream").seconds
     parts = (found.compute, found.link, found.cpu)

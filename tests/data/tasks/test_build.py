@@ -31,7 +31,6 @@ def dressed(word: str) -> st.SearchStrategy:
 
 @given(data=st.data(), task=st.sampled_from(LABELLED))
 def test_every_spelling_means_its_label(data: st.DataObject, task: str) -> None:
-    """Numbers, words and truth values, in any case and type, lead to the candidate of their label."""
     labels = read_spec(task).labels
     index = data.draw(st.integers(0, len(labels) - 1))
     value = data.draw(st.sampled_from(labels[index]).flatmap(dressed))
@@ -40,7 +39,6 @@ def test_every_spelling_means_its_label(data: st.DataObject, task: str) -> None:
 
 @given(value=st.one_of(st.text(), st.integers(), st.floats(), st.none(), st.booleans()))
 def test_any_other_label_is_refused_or_unlabelled(value: object) -> None:
-    """Nothing is guessed: a label is one of the spellings, or no label, or an error with its row."""
     spec, record = read_spec("rte"), Record("a.jsonl", "line", 3, {"premise": "a", "hypothesis": "b", "label": value})
     left_out: Counter[str] = Counter()
     picked = list(pick_all([record], spec, left_out))
@@ -75,7 +73,6 @@ def test_any_other_label_is_refused_or_unlabelled(value: object) -> None:
     ],
 )
 def test_rows_that_do_not_fit_are_refused_with_their_place(task: str, row: dict, says: str) -> None:
-    """The file, the line, the column and the reason."""
     with pytest.raises(UserError, match=says) as caught:
         spec = read_spec(task)
         build(next(pick_all([Record("a.jsonl", "line", 3, row)], spec, Counter())), spec)
@@ -83,7 +80,6 @@ def test_rows_that_do_not_fit_are_refused_with_their_place(task: str, row: dict,
 
 
 def test_answers_inside_an_object_need_a_format_that_has_objects(tmp_path: Path) -> None:
-    """A CSV of DROP is refused with the formats and the shape of a row; a row of that shape is read."""
     (tmp_path / "val.csv").write_text("passage,question,answers_spans\np,q,\"{'spans': ['x']}\"\n")
     shape = '{"answers_spans": {"spans": ...}}'
     with pytest.raises(UserError, match="no cell of a CSV can hold: give JSON rows") as caught:
@@ -114,7 +110,6 @@ def test_a_question_without_an_answer_is_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_candidates_is_said(tmp_path: Path, candidates: str, row: dict, says: str) -> None:
-    """How many there are, which one is no text, which name is no column; and the advice on labels works."""
     head = (
         f"columns: {{x: x, label: label}}\nprompt: '{{{{ x | length }}}}'\ncandidates: {candidates}\nmetric: accuracy\n"
     )

@@ -87,7 +87,6 @@ def settings(model: Path, tmp_path: Path, **changes: Any) -> DataSettings:
 
 
 def test_batches_have_one_label_per_row(encoders: dict[str, Path], tmp_path: Path) -> None:
-    """Padded with what the model pads with, types with 0."""
     data = load_data(settings(encoders["bert"], tmp_path))
     (batch,) = next(data.train)
     assert batch.keys() == {"input_ids", "attention_mask", "token_type_ids", "labels"}
@@ -99,7 +98,6 @@ def test_batches_have_one_label_per_row(encoders: dict[str, Path], tmp_path: Pat
 
 
 def test_the_fingerprint_knows_labels(encoders: dict[str, Path], tmp_path: Path) -> None:
-    """Another label or type is other data, whatever the tokens are."""
     data = load_data(settings(encoders["bert"], tmp_path)).train.dataset
     before = data.fingerprint
     data.targets[0] = 1 - data.targets[0]
@@ -110,7 +108,6 @@ def test_the_fingerprint_knows_labels(encoders: dict[str, Path], tmp_path: Path)
 
 
 def test_a_value_is_a_regression(encoders: dict[str, Path], tmp_path: Path) -> None:
-    """One number per row; as many labels as candidates where that is asked for."""
     made = settings(encoders["bert"], tmp_path)
     (tmp_path / "task" / "own.yaml").write_text(
         "columns: {a: a, b: b, label: label, score: score}\nprompt: '{{ a }}'\ncandidates: ['0', '1']\nvalue: score\n"
@@ -176,7 +173,6 @@ def config(*names: str, **changes: object) -> hf.BertConfig:
 
 
 def test_names_are_the_datas_words() -> None:
-    """Or the candidates where it has numbers only; a value is one number."""
     assert class_names(SST2) == ("negative", "positive")
     assert class_names(read_spec("boolq")) == ("false", "true")
     assert class_names(read_spec("stsb")) == ("score",)
@@ -184,14 +180,12 @@ def test_names_are_the_datas_words() -> None:
 
 
 def test_labels_are_matched_by_name() -> None:
-    """In the model's order, whatever the case; its own names stay."""
     found = find_labels([MNLI], config("CONTRADICTION", "NEUTRAL", "ENTAILMENT"))
     assert found.order == (2, 1, 0) and found.names == ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
     assert find_labels([SST2], config("great", "negative")).order == (1, 0)
 
 
 def test_labels_without_names_are_matched_by_number() -> None:
-    """They get the task's names."""
     found = find_labels([SST2], config("LABEL_0", "LABEL_1"))
     assert found.order == (0, 1) and found.names == ("negative", "positive")
 
@@ -204,7 +198,6 @@ def test_other_names_are_refused_unless_a_head_is_asked_for() -> None:
 
 
 def test_tasks_of_one_head_have_the_same_labels() -> None:
-    """rte and qnli do, sst2 and rte do not, nor do sst2 and mnli, which has three."""
     two = config("LABEL_0", "LABEL_1")
     assert find_labels([read_spec("rte"), read_spec("qnli")], two).names == ("entailment", "not_entailment")
     with pytest.raises(UserError, match="sst2 has the labels negative, positive, rte has"):
@@ -225,7 +218,6 @@ def test_models_that_give_several_labels_are_refused() -> None:
 
 @pytest.mark.parametrize("candidates", ['[" a", "a"]', '["A", "a"]'])
 def test_two_labels_of_one_name_are_refused(candidates: str) -> None:
-    """When labels are looked for, which is before training."""
     head = "columns: {x: x, label: label}\nprompt: '{{ x }}'\nmetric: accuracy\n"
     spec = parse_spec(f"{head}candidates: {candidates}\n", "own", "own.yaml")
     with pytest.raises(UserError, match="task own: two of its labels have one name"):

@@ -37,7 +37,6 @@ def settings(model: Path, folder: Path, **changes: object) -> DataSettings:
 
 
 def test_tokens_trains_the_right_answer_alone(tiny_model: Path, folder: Path) -> None:
-    """One row per question; its labels are the right word, without an end token."""
     data = load_data(settings(tiny_model, folder))
     batch = next(data.train)[0]
     assert set(batch) == {"input_ids", "labels", "attention_mask"} and len(batch["input_ids"]) == 4
@@ -49,7 +48,6 @@ def test_tokens_trains_the_right_answer_alone(tiny_model: Path, folder: Path) ->
 
 
 def test_candidates_come_question_by_question(tiny_model: Path, folder: Path) -> None:
-    """All candidates of a question are neighbours, one is right, and batch_size counts questions."""
     data = load_data(settings(tiny_model, folder, task=["sst2", "cb"], loss="candidates", num_train=7))
     data.train.next_step()
     sizes = set()
@@ -66,7 +64,6 @@ def test_candidates_come_question_by_question(tiny_model: Path, folder: Path) ->
 
 @pytest.mark.parametrize("loss", ["tokens", "candidates"])
 def test_a_resumed_loader_goes_on(tiny_model: Path, folder: Path, loss: str) -> None:
-    """The state of one loader gives another the next batches, bit by bit."""
     one, two = (load_data(settings(tiny_model, folder, loss=loss)).train for _ in range(2))
     for _ in range(4):
         next(one)
@@ -77,7 +74,6 @@ def test_a_resumed_loader_goes_on(tiny_model: Path, folder: Path, loss: str) -> 
 
 
 def test_other_questions_cannot_be_resumed_on(tiny_model: Path, folder: Path) -> None:
-    """The fingerprint holds the draw, the loss, and which candidate is right."""
     given = settings(tiny_model, folder, loss="candidates")
     state = load_data(given).train.state_dict()
     for change in ({"seed": 1}, {"loss": "tokens"}, {"num_train": 9}, {"task": "cb"}):
@@ -96,7 +92,6 @@ def test_the_largest_batch_counts_every_candidate(tiny_model: Path, folder: Path
 
 
 def test_a_mixture_by_weights(tiny_model: Path, folder: Path) -> None:
-    """A weight repeats or thins a task's questions, candidates and all."""
     given = {"task": ["sst2", "cb"], "train_weights": [2, 0.5], "num_train": 6, "num_dev": 0, "loss": "candidates"}
     data = load_data(settings(tiny_model, folder, **given)).train.dataset
     assert np.bincount([len(row) for row in data.rows]).tolist() == [0, 0, 12, 3]
@@ -107,7 +102,6 @@ def test_a_mixture_by_weights(tiny_model: Path, folder: Path) -> None:
 
 
 def test_free_text_ends_where_the_task_says(tiny_model: Path, folder: Path) -> None:
-    """Alpaca's answers train eos, squad's end with a line break; a choice between candidates is refused."""
     eos = 257
     alpaca, squad = (load_data(settings(tiny_model, folder, task=task)) for task in ("alpaca", "squad"))
     assert alpaca.end_token_ids == [eos] and all(row.labels[-1] == eos for row in alpaca.train.dataset)
@@ -119,7 +113,6 @@ def test_free_text_ends_where_the_task_says(tiny_model: Path, folder: Path) -> N
 
 
 def test_the_report_tells_of_the_draw(tiny_model: Path, folder: Path) -> None:
-    """Counts, files and fingerprints of train, dev and test, in the start block of a run."""
     data = load_data(settings(tiny_model, folder, loss="candidates"))
     report = "\n".join(data.report)
     assert (
@@ -132,7 +125,6 @@ def test_the_report_tells_of_the_draw(tiny_model: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["tokens", "candidates"])
 def test_the_preview_marks_the_right_candidate(tiny_model: Path, folder: Path, loss: str) -> None:
-    """Prompt once, then all candidates, the right one first."""
     text = preview_data(settings(tiny_model, folder, loss=loss), 2)
     assert text.count("question ") == 2 and text.count("RIGHT") == text.count("wrong") == 2
     first = text[text.index("question 1") : text.index("question 2")]
@@ -154,6 +146,5 @@ def test_questions_without_a_wrong_candidate_are_not_called_too_long(tiny_model:
 
 
 def test_nothing_is_held_out_without_dev(tiny_model: Path, folder: Path) -> None:
-    """The test questions never take the place of dev."""
     data = load_data(settings(tiny_model, folder, num_dev=0))
     assert not data.eval and not data.dev and data.test

@@ -47,7 +47,6 @@ def test_train_and_dev_share_no_row(folder: Path, train: int | None, dev: int, t
 
 
 def test_rows_that_all_have_one_answer_are_named(tmp_path: Path) -> None:
-    """A sorted file that was cut, or a column of labels that was lost: nothing can be learned from it."""
     for name, labels in (("train", [0] * 30), ("validation", [0, 1] * 15)):
         rows = [{"sentence": f"{name} {i}", "label": label} for i, label in enumerate(labels)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -65,7 +64,6 @@ OUT_OF_REACH = {
 
 @pytest.mark.parametrize("name", OUT_OF_REACH)
 def test_answers_that_no_model_can_give_are_counted(tmp_path: Path, name: str) -> None:
-    """An answer that generation would cut, a pattern that misses the references."""
     given, says = OUT_OF_REACH[name]
     for split in ("train", "validation"):
         rows = [{"text": f"{split} {i}", "n": i} for i in range(1, 11)]
@@ -77,7 +75,6 @@ def test_answers_that_no_model_can_give_are_counted(tmp_path: Path, name: str) -
 
 
 def test_another_seed_draws_other_rows_and_the_same_test(folder: Path) -> None:
-    """Runs with different seeds answer the same questions."""
     one, two = (load_task("sst2", str(folder), Numbers(train=20, dev=5, test=5, seed=seed)) for seed in (1, 2))
     assert one["train"].fingerprint != two["train"].fingerprint
     assert one["test"].fingerprint == two["test"].fingerprint
@@ -85,7 +82,6 @@ def test_another_seed_draws_other_rows_and_the_same_test(folder: Path) -> None:
 
 
 def test_splits_may_be_named(folder: Path) -> None:
-    """task_splits divides a file, for one task or for all; dev may be a file of its own."""
     given = {"train": "validation[:15]", "sst2.test": "validation[15:]", "rte.test": "nowhere", "dev": "train[:7]"}
     drawn = load_task("sst2", str(folder), Numbers(), given)
     assert [len(drawn[split].questions) for split in ("train", "dev", "test")] == [15, 7, 5]
@@ -94,7 +90,6 @@ def test_splits_may_be_named(folder: Path) -> None:
 
 
 def test_a_task_without_training_rows(tmp_path: Path) -> None:
-    """Enough to be judged by; a run is told how to divide the file."""
     (tmp_path / "val.jsonl").write_text('{"sentence": "a", "label": 1}\n')
     assert len(load_task("sst2", str(tmp_path), Numbers(), training=False)["test"].questions) == 1
     with pytest.raises(UserError, match=r'none to train on.*train: "val.jsonl\[:80%\]".*test_task=sst2'):
@@ -134,14 +129,12 @@ def test_questions_in_two_splits_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "sentence\tlabel\n"])
 def test_why_a_file_has_no_row(tmp_path: Path, text: str) -> None:
-    """An empty file, or a header without rows."""
     (tmp_path / "dev.tsv").write_text(text)
     with pytest.raises(UserError, match="is there a row below the header, and was the download cut off"):
         load_task("sst2", str(tmp_path), Numbers(), training=False)
 
 
 def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
-    """MNLI's disputed pairs; a file of nothing else is refused."""
     row = {"sentence1": "a", "sentence2": "b", "gold_label": "-"}
     (tmp_path / "dev_matched.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"gold_label": "neutral"}))
     task = load_task("mnli", str(tmp_path), Numbers(), training=False)["test"]
@@ -152,7 +145,6 @@ def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
 
 
 def test_two_tasks_of_one_name_are_refused() -> None:
-    """Their results would be one entry; both paths are named."""
     with pytest.raises(UserError, match="a/my.yaml and b/my.yaml are both called my"):
         check_names(["a/my.yaml", "sst2", "b/my.yaml"], None)
 

@@ -48,7 +48,6 @@ def test_candidates_of_the_same_tokens_are_refused() -> None:
 
 
 def test_bos_comes_first_once() -> None:
-    """Where the tokenizer adds bos, a row begins with exactly one, also when the prompt has written it."""
     tokenizer = bpe("good soup", bos=True)
     encoder = Encoder(tokenizer)
     for prompt in ("good", "<s>good", ""):
@@ -66,7 +65,6 @@ def test_an_empty_prompt_is_begun_with_something(tiny_model: Path) -> None:
 
 
 def test_chat_prompts_go_through_the_template(tiny_model: Path) -> None:
-    """A prompt of turns is written by the chat template with the generation prompt, and not given a second bos."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     turns = [{"role": "user", "content": "How was it?"}]
     row = Encoder(tokenizer).encode([Question(turns, ("good", "bad"), 0)])[0][0]
@@ -76,7 +74,6 @@ def test_chat_prompts_go_through_the_template(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_long_prompts_lose_their_beginning(bos: bool) -> None:
-    """The end of the prompt and the whole candidate stay, bos stays first, and the cut is counted."""
     tokenizer = bpe("abcdefghij", bos=bos)
     tokenizer.add_tokens(list("abcdefghij"))  # one token a letter
     encoder = Encoder(tokenizer, max_length=6)
@@ -90,7 +87,6 @@ def test_long_prompts_lose_their_beginning(bos: bool) -> None:
 
 
 def test_mistakes_are_named(tiny_model: Path) -> None:
-    """No tokenizer, a candidate without tokens, a template that refuses: each says what and where."""
     with pytest.raises(UserError, match="no tokenizer"):
         Encoder(None)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -118,7 +114,6 @@ def test_a_long_answer_in_free_text_loses_its_end(prompt: str, answer: str, left
 
 
 def test_overlong_questions_are_dropped_or_refused() -> None:
-    """As the setting `overlong` says."""
     long = Question("abcdefgh", ("i", "j"), 0, "a.jsonl, line 2")
     assert letters(6, "drop").encode([long, Question("a", ("b", "c"), 0)])[0] == []
     with pytest.raises(UserError, match="a.jsonl, line 2: 9 tokens, more than max_length=6"):

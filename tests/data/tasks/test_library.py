@@ -14,14 +14,12 @@ FILES = [(task, name) for task, case in CASES.items() for name in case.files]
 
 
 def test_every_task_is_tried() -> None:
-    """No shipped task without its rows here, each in two styles at least."""
     assert sorted(CASES) == task_names()
     assert all(len(case.files) > 1 for case in CASES.values())
 
 
 @pytest.mark.parametrize(("task", "name"), FILES)
 def test_both_styles_give_the_same_question(task: str, name: str, tmp_path: Path) -> None:
-    """Prompt, candidates and answer are the published ones, whichever file the row stood in."""
     case = CASES[task]
     (tmp_path / task.upper()).mkdir()
     (tmp_path / task.upper() / name).write_text(case.files[name], encoding="utf-8")

@@ -65,7 +65,6 @@ WRONG = [
 
 @pytest.mark.parametrize(("text", "says"), WRONG)
 def test_mistakes_are_named(text: str, says: str) -> None:
-    """File and key, what was found and what was expected."""
     with pytest.raises(UserError) as caught:
         parse_spec(text, "my", "my.yaml")
     assert says in str(caught.value) and "task my.yaml" in str(caught.value)
@@ -90,13 +89,11 @@ def test_a_prompt_may_be_constant_where_rows_still_differ(changed: str) -> None:
 
 
 def test_words_stay_as_they_are_written() -> None:
-    """YAML would read `no` as False; here it is the word."""
     spec = parse_spec(GOOD, "my", "my.yaml")
     assert spec.candidates == ("no", "yes") and spec.labels == (("no", "0"), ("yes", "1"))
 
 
 def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:
-    """A typo in a name, and a path that leads nowhere."""
     with pytest.raises(UserError, match="no task `sst`; did you mean `sst2`. There are agnews, .*sst2"):
         read_spec("sst")
     with pytest.raises(UserError, match="my.yaml: cannot be read: No such file"):
@@ -114,7 +111,6 @@ def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:
     ],
 )
 def test_a_prompt_cannot_run_away(prompt: str, says: str) -> None:
-    """Columns that are not there, endless loops and ways out of the sandbox end in a message."""
     spec = parse_spec(GOOD.replace('"{{ text }}\\n"', repr(prompt)), "my", "my.yaml")
     with pytest.raises(UserError, match=says):
         spec.prompt.run({"text": "a"})
@@ -145,7 +141,6 @@ def test_whatever_a_text_raises_names_its_key(source: str) -> None:
 
 
 def test_slices_are_the_marked_pieces() -> None:
-    """Both ends of a span belong to it."""
     row = {"text": "Ann met Bob", "spans": [{"start": 0, "end": 2}, {"start": 8, "end": 10}]}
     assert Expression("spans | slices(text)", "x").run(row) == ["Ann", "Bob"]
 

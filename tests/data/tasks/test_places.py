@@ -35,7 +35,6 @@ def files_of(folder: Path, *names: str) -> Path:
     ],
 )  # fmt: skip
 def test_names_of_splits(tmp_path: Path, names: tuple[str, ...], train: list[str], test: list[str]) -> None:
-    """Usual names, shards, versions and prefixes."""
     files_of(tmp_path / "SST-2", *names)
     found = find_splits(read_spec("sst2"), str(tmp_path))
     assert [Path(name).name for name in found["train"].names] == train
@@ -43,7 +42,6 @@ def test_names_of_splits(tmp_path: Path, names: tuple[str, ...], train: list[str
 
 
 def test_the_folder_itself_and_a_folder_per_split(tmp_path: Path) -> None:
-    """task_data may be the task's own folder; a split may be a folder of files."""
     files_of(tmp_path / "train", "b.jsonl", "a.jsonl")
     files_of(tmp_path, "val.jsonl")
     found = find_splits(read_spec("sst2"), str(tmp_path))
@@ -71,7 +69,6 @@ def test_the_folder_itself_and_a_folder_per_split(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_folders_of_downloads(tmp_path: Path, task: str, names: tuple[str, ...], train: str, test: str) -> None:
-    """Whole downloads, and snapshots of the hub, as they are unpacked: files one folder deeper, or in two formats."""
     for name in names:
         files_of((tmp_path / name).parent, Path(name).name)
     found = find_splits(read_spec(task), str(tmp_path))
@@ -79,7 +76,6 @@ def test_folders_of_downloads(tmp_path: Path, task: str, names: tuple[str, ...],
 
 
 def test_a_data_set_that_save_to_disk_wrote(tmp_path: Path) -> None:
-    """Its directories, which `datasets` reads."""
     for split in ("train", "validation"):
         files_of(tmp_path / "sst2" / split, "data-0.arrow", "dataset_info.json", "state.json")
     (tmp_path / "sst2" / "dataset_dict.json").write_text("{}")
@@ -87,7 +83,6 @@ def test_a_data_set_that_save_to_disk_wrote(tmp_path: Path) -> None:
 
 
 def test_another_task_is_not_taken_for_the_one_that_is_missing(tmp_path: Path) -> None:
-    """The folder of another task, the only one there, is never read as this one."""
     files_of(tmp_path / "rte", "train.jsonl", "val.jsonl")
     with pytest.raises(UserError, match="no folder sst2/"):
         find_splits(read_spec("sst2"), str(tmp_path))
@@ -98,7 +93,6 @@ def test_another_task_is_not_taken_for_the_one_that_is_missing(tmp_path: Path) -
 
 
 def test_parts_of_a_file(tmp_path: Path) -> None:
-    """`val[:3]` and `val[-2:]` are slices of its rows, and the report says so."""
     (tmp_path / "val.jsonl").write_text("".join(ROW.replace("good", str(i)) for i in range(6)))
     spec, given = read_spec("sst2"), {"train": "val[:3]", "test": "val.jsonl[-2:]"}
     found = find_splits(spec, str(tmp_path), given)
@@ -121,7 +115,6 @@ def test_parts_of_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, names: tuple[str, ...], given: dict | None, says: str) -> None:
-    """The message lists what is there, and how to say which file is which."""
     files_of(tmp_path / "sst2", *names)
     with pytest.raises(UserError) as caught:
         find_splits(read_spec("sst2"), str(tmp_path), given)
@@ -152,7 +145,6 @@ def test_parts_that_are_missing_or_there_twice_are_refused(tmp_path: Path, names
 
 
 def test_no_directory_and_no_folder(tmp_path: Path) -> None:
-    """task_data must exist and hold the task's folder."""
     with pytest.raises(UserError, match="no such directory"):
         find_splits(read_spec("sst2"), str(tmp_path / "none"))
     (tmp_path / "rte").mkdir()
@@ -161,7 +153,6 @@ def test_no_directory_and_no_folder(tmp_path: Path) -> None:
 
 
 def test_the_hub_is_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without task_data the rows come through `datasets`, by the task's id; without that package, a message."""
     asked = []
 
     def load_dataset(*args: str, split: str) -> list[dict]:
@@ -184,7 +175,6 @@ def test_the_hub_is_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", ["a" * 300, "\u00e9" * 200, f"dev[{'9' * 5000}:]", "a\0b"])
 def test_an_absurd_split_is_refused(tmp_path: Path, name: str) -> None:
-    """Names that no file system takes, and numbers that no file has."""
     files_of(tmp_path, "train.jsonl", "dev.jsonl")
     with pytest.raises(UserError, match="splits: found|has no file for train"):
         find_splits(read_spec("sst2"), str(tmp_path), {"train": name, "test": "dev"})

@@ -34,7 +34,6 @@ def test_quotes_in_tsv_are_letters(tmp_path: Path) -> None:
 
 
 def test_a_few_broken_lines_are_left_out(tmp_path: Path) -> None:
-    """One in a hundred at most, and counted; more are refused."""
     good = "good\t1\n"
     (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + good * 200 + "broken\n" + good)
     found, left_out = rows(tmp_path / "a.tsv", "sst2")
@@ -45,7 +44,6 @@ def test_a_few_broken_lines_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_header(tmp_path: Path) -> None:
-    """CoLA's first line is a row; its test file has a header; another number of cells is refused."""
     (tmp_path / "train.tsv").write_text("gj04\t0\t*\tThem went.\n")
     assert rows(tmp_path / "train.tsv", "cola")[0] == [
         {"source": "gj04", "label": "0", "mark": "*", "sentence": "Them went."}
@@ -89,7 +87,6 @@ JSON = json.dumps([{"sentence": f"good {i * i}", "label": 1} for i in range(300)
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
-    """Nothing is read in part, or as other letters; the file is named, and the line where there is one."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=f"{name}.*{says}"):
         rows(tmp_path / name, "sst2")
@@ -108,7 +105,6 @@ SPELLED = [{"sentence": 'What is "x"?', "label": "1"}, {"sentence": "two\nlines"
     ],
 )
 def test_delimiter_and_quoting_as_the_file_has_them(tmp_path: Path, name: str, content: str) -> None:
-    """Semicolons and tabs in a .csv, quoted cells in a .tsv; training data are read in the same way."""
     (tmp_path / name).write_text(content)
     assert rows(tmp_path / name, "sst2")[0] == SPELLED
     assert [record.row for record in read_file(tmp_path / name)] == SPELLED
@@ -117,7 +113,6 @@ def test_delimiter_and_quoting_as_the_file_has_them(tmp_path: Path, name: str, c
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.text(max_size=9), st.text('ab"\t\n', max_size=9)), min_size=1, max_size=6))
 def test_a_quoted_table_comes_back(pairs: list[tuple[str, str]]) -> None:
-    """Whatever `csv` writes with all cells quoted is read again, between tabs and between commas."""
     pairs = [(a.replace("\0", ""), b) for a, b in pairs]
     for name, delimiter in (("a.tsv", "\t"), ("a.csv", ","), ("b.csv", ";"), ("c.csv", "\t")):
         out = io.StringIO()
@@ -138,7 +133,6 @@ def test_a_quoted_table_comes_back(pairs: list[tuple[str, str]]) -> None:
     ],
 )
 def test_what_a_table_cannot_be(tmp_path: Path, content: bytes, says: str) -> None:
-    """Another kind of file under this suffix, for tasks and for training data."""
     (tmp_path / "a.tsv").write_bytes(content)
     with pytest.raises(UserError, match=says):
         rows(tmp_path / "a.tsv", "sst2")
