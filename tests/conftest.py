@@ -35,6 +35,14 @@ CHAT_TEMPLATE = (
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True)
 def as_it_was_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test on a GPU begins without the memory of those before it, and leaves no limit of the allocator behind."""

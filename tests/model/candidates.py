@@ -19,17 +19,20 @@ def candidate_batch(sizes: list[int], seed: int = 0, vocab: int = VOCAB, prompt:
         rows += [(begin, draw(3, vocab, draw(1, 5, 1)[0])) for _ in range(size)]
         question += [q] * size
         answer += [int(k == right) for k in range(size)]
-    length = max(len(a) + len(b) for a, b in rows)
+    return padded(rows) | {"question": torch.tensor(question), "answer": torch.tensor(answer)}
 
-    def padded(lists: list[list[int]], value: int) -> torch.Tensor:
+
+def padded(rows: list[tuple[list[int], list[int]]], length: int = 0) -> dict[str, torch.Tensor]:
+    """Rows of (prompt, trained tokens), as long as the longest of them."""
+    length = max([length, *(len(a) + len(b) for a, b in rows)])
+
+    def filled(lists: list[list[int]], value: int) -> torch.Tensor:
         return torch.tensor([one + [value] * (length - len(one)) for one in lists])
 
     return {
-        "input_ids": padded([a + b for a, b in rows], 0),
-        "labels": padded([[-100] * len(a) + b for a, b in rows], -100),
-        "attention_mask": padded([[1] * len(a + b) for a, b in rows], 0),
-        "question": torch.tensor(question),
-        "answer": torch.tensor(answer),
+        "input_ids": filled([a + b for a, b in rows], 0),
+        "labels": filled([[-100] * len(a) + b for a, b in rows], -100),
+        "attention_mask": filled([[1] * len(a + b) for a, b in rows], 0),
     }
 
 
@@ -43,18 +46,8 @@ def ragged(questions: int = 48, seed: int = 0, longest: int = 40, tokens: int = 
         for _ in range(2):
             count = int(torch.randint(1, tokens + 1, (1,), generator=generator))
             rows.append((begin, torch.randint(3, VOCAB, (count,), generator=generator).tolist()))
-    width = max(len(a) + len(b) for a, b in rows)
-    padded = [(a + b + [0] * (width - len(a) - len(b)), len(a), len(a) + len(b)) for a, b in rows]
-    ids = torch.tensor([one for one, _, _ in padded])
-    columns_T = torch.arange(width)
-    first, last = (torch.tensor([one[i] for one in padded])[:, None] for i in (1, 2))
-    return {
-        "input_ids": ids,
-        "labels": torch.where((columns_T >= first) & (columns_T < last), ids, -100),
-        "attention_mask": (columns_T < last).long(),
-        "question": torch.arange(questions).repeat_interleave(2),
-        "answer": torch.tensor([1, 0]).repeat(questions),
-    }
+    question = {"question": torch.arange(questions).repeat_interleave(2)}
+    return padded(rows) | question | {"answer": torch.tensor([1, 0]).repeat(questions)}
 
 
 def plain_candidates_loss(module: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -74,18 +67,10 @@ def plain_candidates_loss(module: torch.nn.Module, batches: list[dict[str, torch
 def of_one_token(sizes: list[int], seed: int = 0, length: int = 7) -> dict[str, torch.Tensor]:
     """Questions whose candidates have one token each; prompts of 3 to 6 tokens, padded on the right."""
     generator = torch.Generator().manual_seed(seed)
-    rows = sum(sizes)
     question_B = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    prompt_B = torch.randint(3, 7, (len(sizes),), generator=generator)[question_B]
-    ids_BT = torch.randint(3, VOCAB, (len(sizes), length), generator=generator)[question_B].clone()
-    columns_T = torch.arange(length)
-    ids_BT[torch.arange(rows), prompt_B] = torch.randint(3, VOCAB, (rows,), generator=generator)
+    lengths = torch.randint(3, 7, (len(sizes),), generator=generator).tolist()
+    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    tokens = torch.randint(3, VOCAB, (sum(sizes), 1), generator=generator).tolist()
+    rows = [(prompts[q], token) for q, token in zip(question_B.tolist(), tokens, strict=True)]
     first_B = torch.cat([torch.ones(1, dtype=torch.bool), question_B.diff() > 0])
-    mask_BT = (columns_T <= prompt_B[:, None]).long()
-    return {
-        "input_ids": ids_BT * mask_BT,
-        "labels": torch.where(columns_T == prompt_B[:, None], ids_BT, -100),
-        "attention_mask": mask_BT,
-        "question": question_B,
-        "answer": first_B.long(),
-    }
+    return padded(rows, length) | {"question": question_B, "answer": first_B.long()}

@@ -1,6 +1,7 @@
 """Tiny random Hugging Face decoders, one of each family: what "any HF decoder" is tested on.
 
     config("llama")                  a fresh config, ready for keyhole.load(config, init="random", device="cpu")
+    load("llama", placement="stream") the model of that, with options of keyhole.load
     batch(rows=2, length=10)         random tokens; the first PROMPT tokens of a row are not trained on
     hf_nll(module, batch)            the same number by the book: F.cross_entropy on the full logits
 
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import transformers as hf
 from torch.nn import functional as F
+
+import keyhole
 
 VOCAB, WIDTH, PROMPT = 99, 32, 3
 LAYERS = 3 if torch.cuda.is_available() else 2
@@ -96,6 +99,10 @@ def config(name: str, **changes: Any) -> Any:
     made = getattr(hf, cls)(**settings | changes)
     made.pad_token_id, made.bos_token_id, made.eos_token_id = 0, 1, 2
     return made
+
+
+def load(name: str = "llama", **options: Any) -> keyhole.Model:
+    return keyhole.load(config(name), **{"init": "random", "device": "cpu"} | options)
 
 
 def batch(rows: int = 2, length: int = 10, seed: int = 0, vocab: int = VOCAB) -> dict[str, torch.Tensor]:

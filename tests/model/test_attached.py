@@ -10,14 +10,10 @@ import torch
 
 import keyhole
 from keyhole.methods.lsp.method import LSP
-from tests.model.decoders import batch, config
+from tests.model.decoders import batch, load
 from tests.model.streaming import streamed
 
 SMALL = {"d": 16, "r": 2}
-
-
-def load() -> keyhole.Model:
-    return keyhole.load(config("llama"), init="random", device="cpu")
 
 
 def homes(model: keyhole.Model) -> list[torch.Tensor]:

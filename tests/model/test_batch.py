@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import keyhole
 from keyhole.errors import UserError
 from keyhole.model.batch import as_list, check, to_device
-from tests.model.decoders import batch, config
+from tests.model.decoders import batch, config, load
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_what_a_hugging_face_collator_returns_is_a_batch() -> None:
     made = BatchEncoding({"input_ids": IDS - 1, "labels": IDS - 1})
     check(made, 9)
     assert as_list(made) == [made] and to_device(made, CPU).token_count == 4
-    model = keyhole.load(config("llama"), init="random", device="cpu")
+    model = load("llama")
     loss = keyhole.SGD(model).step(BatchEncoding(batch()))
     assert torch.isfinite(loss) and torch.is_tensor(model.nll(BatchEncoding(batch()))[0])
 
@@ -103,7 +103,7 @@ def two_samples(padding: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_packed_samples_do_not_see_each_other_whatever_the_mask(family: str, padding: int) -> None:
-    model, packed = keyhole.load(config(family), init="random", device="cpu"), two_samples(padding)
+    model, packed = load(family), two_samples(padding)
     ids = packed["input_ids"]
     alone = [model.nll({"input_ids": x, "labels": x})[0] for x in (ids[:, :8], ids[:, 8:13])]
     assert torch.allclose(model.nll(packed)[0], alone[0] + alone[1], atol=1e-4)
@@ -124,7 +124,7 @@ def test_left_padding_is_no_packing() -> None:
 def test_integers_of_any_width_are_a_batch(dtype: torch.dtype) -> None:
     """A loss takes 64 bits alone; 32 ended in a traceback of torch."""
     whole = batch()
-    model = keyhole.load(config("llama"), init="random", device="cpu")
+    model = load("llama")
     narrow = {name: x.to(dtype) for name, x in whole.items()}
     assert model.nll(narrow)[0].equal(model.nll(whole)[0])
     assert keyhole.LOMO(model, lr=1e-3).step(narrow) > 0

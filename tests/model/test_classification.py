@@ -11,7 +11,7 @@ import transformers as hf
 import keyhole
 from keyhole.errors import UserError
 from tests.families.tiny import tiny_config
-from tests.model.backward.gradients import assert_same, collected, joined
+from tests.model.backward.gradients import assert_same, by_autograd, collected, joined
 from tests.model.encoders import ENCODERS, batch, config, plain_loss
 
 
@@ -24,10 +24,7 @@ def load(name: str = "bert", labels: int = 3, **changes: Any) -> keyhole.Model:
 def test_gradients_equal_autograd(name: str, labels: int) -> None:
     batches = [batch(3, 1, labels), batch(2, 2, labels, types=name == "bert")]
     model = load(name, labels)
-    with torch.enable_grad():
-        plain_loss(model.module, batches).backward()
-    expected = {t.name: t.param.grad.clone() for t in model.layout.tensors if t.param.grad is not None}
-    model.module.zero_grad(set_to_none=True)
+    expected = by_autograd(model, batches, plain_loss)
     assert_same(joined(collected(model, batches).found), expected)
 
 
@@ -40,11 +37,8 @@ def test_gradients_of_other_families_equal_autograd(name: str) -> None:
     pad = own.get_text_config().pad_token_id or 0
     batches = [batch(3, 1), batch(2, 2)]
     batches = [one | {"input_ids": one["input_ids"].where(one["attention_mask"] == 1, pad)} for one in batches]
-    with torch.enable_grad():
-        plain_loss(model.module, batches).backward()
+    expected = by_autograd(model, batches, plain_loss)
     before = model.config.to_dict()
-    expected = {t.name: t.param.grad.clone() for t in model.layout.tensors if t.param.grad is not None}
-    model.module.zero_grad(set_to_none=True)
     assert_same(joined(collected(model, batches).found), expected)
     assert model.config.to_dict() == before
 
@@ -77,7 +71,6 @@ def test_a_base_encoder_gets_a_head_by_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_head_is_drawn_alike_on_every_device(tmp_path: Path) -> None:
     hf.BertModel(config("bert")).save_pretrained(tmp_path)
     found = [keyhole.load(tmp_path, device=device, head="classification", num_labels=2) for device in ("cpu", "cuda")]

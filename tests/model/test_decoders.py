@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +11,13 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import saved_buffers
 from tests.matrix import in_every_run
-from tests.model.decoders import NAMES, batch, config, hf_nll
+from tests.model.decoders import NAMES, batch, config, hf_nll, load
 from tests.model.streaming import streamed
 
 ODD = ["gemma2", "falcon_alibi", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next", "recurrent_gemma", "mamba"]
 KINDS = ["opt", "bloom", "gpt2", "gpt_neox", "llama", "qwen2", "falcon", "mixtral", *ODD]  # in `make test`
 SAVED = ["bloom", "gpt2", "qwen2", "falcon", "mixtral", *ODD[::2]]  # of these: tied, with buffers, with experts
 pytestmark = pytest.mark.parametrize("name", NAMES)
-
-
-def load(name: str, **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", **options)
 
 
 def test_nll_is_cross_entropy_of_the_full_logits(name: str) -> None:

@@ -14,12 +14,8 @@ from keyhole.errors import UserError
 from keyhole.methods.workload import Workload
 from keyhole.model.structure import layout as layout_module
 from tests.matrix import in_every_run
-from tests.model.decoders import VOCAB, batch, config, hf_nll
+from tests.model.decoders import VOCAB, batch, config, hf_nll, load
 from tests.model.streaming import streamed
-
-
-def load(name: str = "llama", **options: object) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", **options)
 
 
 def padded(lengths: list[int]) -> dict[str, torch.Tensor]:
@@ -197,7 +193,6 @@ def test_weights_in_8_bits_are_saved_exactly_beside_float16(tmp_path: Path) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @in_every_run(lambda name, seed: seed == 0 or name in ("llama", "mixtral"))
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "qwen2", "gemma3", "mixtral", "qwen3_next", "mamba"])
 @pytest.mark.parametrize("seed", range(3))

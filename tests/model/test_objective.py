@@ -11,7 +11,7 @@ from keyhole.errors import UserError
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import check, check_alike, to_device
 from keyhole.model.structure import layout as layout_module
-from tests.model.backward.gradients import Collect, assert_same, collected, joined, load
+from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, joined, load
 from tests.model.candidates import candidate_batch, plain_candidates_loss
 from tests.model.decoders import batch
 
@@ -44,11 +44,7 @@ def test_gradients_equal_autograd(name: str, tied: bool, rows: int, monkeypatch:
     batches = [candidate_batch([2, 3], 1), candidate_batch([2], 2), candidate_batch([4, 2, 2], 3)]
     model = load(name, tie_word_embeddings=tied)
     assert len(model.layout.head_units) == (3 if rows == 40 else 1)
-    with torch.enable_grad():
-        loss = plain_candidates_loss(model.module, batches)
-        loss.backward()
-    expected = {t.name: t.param.grad.clone() for t in model.layout.tensors if t.param.grad is not None}
-    model.module.zero_grad(set_to_none=True)
+    expected = by_autograd(model, batches, plain_candidates_loss)
     assert_same(joined(collected(model, batches).found), expected)
 
 

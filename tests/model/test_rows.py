@@ -17,11 +17,18 @@ from keyhole.model.rows import WIDTHS, _rounded, find_shared
 from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
 from tests.model.candidates import candidate_batch, of_one_token, plain_candidates_loss, ragged
-from tests.model.decoders import VOCAB, batch, config
+from tests.model.decoders import VOCAB, batch, config, load
 from tests.model.streaming import streamed
 
 CPU = torch.device("cpu")
 ROWS = ("input_ids", "labels", "attention_mask")
+
+
+def assert_plain_loss(model: keyhole.Model, one: dict[str, torch.Tensor]) -> None:
+    """The loss of a step of zo is that of plain torch on all rows."""
+    with torch.no_grad():
+        expected = float(plain_candidates_loss(model.module, [one]))
+    assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(one)) == pytest.approx(expected, abs=1e-5)
 
 
 @given(st.lists(st.integers(2, 4), min_size=1, max_size=4), st.integers(0, 10**6), st.booleans())
@@ -59,16 +66,13 @@ def test_a_batch_that_is_partly_on_a_device_is_not_looked_at(elsewhere: str) -> 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma2"])
 def test_losses_of_shared_rows_are_those_of_separate_rows(name: str) -> None:
-    model = keyhole.load(config(name), init="random", device="cpu")
+    model = load(name)
     batch = of_one_token([2, 3, 2])
     own = torch.tensor(
         [float(model.nll({k: x[i : i + 1] for k, x in batch.items() if k in ROWS})[0]) for i in range(7)]
     )
     torch.testing.assert_close(model.nll(batch)[0].float(), own, rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        expected = float(plain_candidates_loss(model.module, [batch]))
-    loss = float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch))
-    assert loss == pytest.approx(expected, abs=1e-5)
+    assert_plain_loss(model, batch)
 
 
 @given(st.integers(12, 60), st.integers(0, 10**6), st.integers(9, 300), st.integers(1, 3), st.booleans())
@@ -125,14 +129,11 @@ def test_what_is_not_joined() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "opt"])
 def test_losses_of_joined_rows_are_those_of_separate_rows(name: str, tokens: int) -> None:
     """Of a step of zo against plain torch on all rows; OPT would mix rows, and keeps them apart."""
-    model = keyhole.load(config(name), init="random", device="cpu")
+    model = load(name)
     batch = ragged(tokens=tokens)
-    with torch.no_grad():
-        expected = float(plain_candidates_loss(model.module, [batch]))
     (sent,) = model.send([batch], shares=True, joins=True)
     assert sent.packed == (name != "opt")
-    loss = float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch))
-    assert loss == pytest.approx(expected, abs=1e-5)
+    assert_plain_loss(model, batch)
 
 
 def test_a_mask_that_hides_needed_tokens_is_obeyed() -> None:
@@ -141,9 +142,7 @@ def test_a_mask_that_hides_needed_tokens_is_obeyed() -> None:
     batch = ragged(tokens=3)
     mask = batch["attention_mask"]
     mask[torch.arange(mask.shape[1]) >= mask.sum(dim=1, keepdim=True) - 3] = 0
-    with torch.no_grad():
-        expected = float(plain_candidates_loss(model.module, [batch]))
-    assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
+    assert_plain_loss(model, batch)
 
 
 def test_positions_that_do_not_begin_at_0() -> None:
@@ -173,9 +172,7 @@ def test_padding_that_changes_the_rotary_embedding(kind: str) -> None:
     assert model.send([batch], shares=True, joins=True)[0].packed
     ends = {"input_ids": 0, "labels": -100, "attention_mask": 0}
     batch |= {name: torch.nn.functional.pad(batch[name], (0, 60), value=value) for name, value in ends.items()}
-    with torch.no_grad():
-        expected = float(plain_candidates_loss(model.module, [batch]))
-    assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
+    assert_plain_loss(model, batch)
 
 
 SPARSE = {
@@ -193,9 +190,7 @@ def test_tokens_that_read_a_part_of_their_row_only(model_type: str) -> None:
         made = tiny_config(model_type, initializer_range=0.1, **changes | {name: count})
         model = keyhole.load(made, init="random", device="cpu", dtype="float32")
         assert model.send([batch], shares=True, joins=True)[0].packed == joined
-        with torch.no_grad():
-            expected = float(plain_candidates_loss(model.module, [batch]))
-        assert float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(batch)) == pytest.approx(expected, abs=1e-5)
+        assert_plain_loss(model, batch)
 
 
 def test_packed_rows_of_the_caller_are_tested_for_their_length() -> None:
@@ -218,7 +213,7 @@ def test_a_model_with_few_positions_keeps_its_rows() -> None:
 
 
 def test_evaluation_keeps_its_rows() -> None:
-    model = keyhole.load(config("llama"), init="random", device="cpu")
+    model = load("llama")
     (sent,) = model.send([ragged()], shares=True)
     assert not sent.packed
     nll, count = model.nll(candidate_batch([2, 3]))
@@ -229,7 +224,7 @@ def test_evaluation_keeps_its_rows() -> None:
 def test_streamed_equals_resident(options: dict) -> None:
 
     def trained(placement: str) -> tuple[list[float], list[torch.Tensor]]:
-        model = keyhole.load(config("llama"), init="random", device="cpu", placement=placement)
+        model = load("llama", placement=placement)
         method = ZO(model, lr=1e-3, seed=1, **options)
         losses = [float(method.step([ragged(30 + 9 * step, step), ragged(24, 90 + step)])) for step in range(5)]
         model.apply_deferred()
@@ -240,17 +235,13 @@ def test_streamed_equals_resident(options: dict) -> None:
     assert all(map(torch.equal, first[1], second[1]))
 
 
-def decoder(name: str = "llama", dtype: str = "float32") -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", dtype=dtype)
-
-
 def is_causal(model: keyhole.Model, padded: bool) -> bool:
     return model.row_rules.is_causal(padded)
 
 
 def changed(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> keyhole.Model:
     """A Llama whose first block adds something to its output [B, T, H]. change(output, kwargs of the block)."""
-    model = decoder()
+    model = load()
     first = model.module.model.layers[0]
     first.register_forward_hook(lambda module, args, kwargs, x: x + change(x, kwargs), with_kwargs=True)
     return model
@@ -271,13 +262,13 @@ def looks_at_rows(x_BTH: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma2", "mixtral"])
 def test_decoders_pass(name: str, dtype: str) -> None:
-    model = decoder(name, dtype)
+    model = load(name, dtype=dtype)
     assert is_causal(model, padded=False) and is_causal(model, padded=True)
     model.close()
 
 
 def test_a_streamed_decoder_passes() -> None:
-    assert is_causal(streamed(decoder()), padded=True)
+    assert is_causal(streamed(load()), padded=True)
 
 
 def test_padded_rows_are_tested_by_themselves() -> None:
@@ -294,10 +285,7 @@ def test_a_model_whose_tokens_have_no_effect_shows_nothing() -> None:
 def test_rows_of_such_a_model_stay_apart(change: Callable) -> None:
     model, rows = changed(change), of_one_token([2, 3, 2])
     assert len(model.send([rows], shares=True)[0].inputs["input_ids"]) == 7
-    with torch.no_grad():
-        expected = float(plain_candidates_loss(model.module, [rows]))
-    loss = float(ZO(model, lr=0.0, eps=1e-6, seed=3).step(rows))
-    assert loss == pytest.approx(expected, abs=1e-5)
+    assert_plain_loss(model, rows)
 
 
 def test_cpm_ant_sees_the_whole_row() -> None:
@@ -310,7 +298,7 @@ def test_cpm_ant_sees_the_whole_row() -> None:
 
 def test_the_test_leaves_an_update_that_waits() -> None:
     """Ranks need not make the test together, so it must not flush, which they do together."""
-    model = decoder()
+    model = load()
     zo = ZO(model, lr=1e-3, eps=1e-3)
     zo.step(batch())
     before = zo.pending

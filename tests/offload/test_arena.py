@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -140,27 +139,12 @@ def test_pinned_memory_is_not_inherited_by_a_fork() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_gpu_sees_what_is_written_after_a_fork() -> None:
     """Pages that were shared with a child would be replaced by the first write, behind the GPU's back."""
     forks("", 'assert torch.equal(pinned.to("cuda", non_blocking=True).cpu(), pinned)')
 
 
-def flags(address: int) -> list[str]:
-    """The kernel's flags of a mapping; dc: do not copy on fork."""
-    found = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            begin, end = (int(part, 16) for part in first.split("-"))
-            found = begin <= address < end
-        elif found and first == "VmFlags:":
-            return line.split()[1:]
-    pytest.skip("the kernel does not tell the flags of mappings")
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_is_pinned_in_place() -> None:
     """Existing memory becomes page-locked where it lies, and ordinary again; pinned twice is refused, and no more."""
     flat = arena.host_memory(1 << 22).view(torch.float32)

@@ -1,5 +1,6 @@
 """Gradients of a tiny decoder twice: by a reverse with a sink that collects them, and by plain autograd."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,16 +55,20 @@ def collected(model: keyhole.Model, batches: list, sink: Collect | None = None, 
     return sink
 
 
-def by_autograd(model: keyhole.Model, batches: list) -> Gradients:
-    """Of the mean loss over all trained tokens of all batches, from the full logits."""
-    total, count = 0.0, 0
+def token_loss(module: torch.nn.Module, batches: list) -> torch.Tensor:
+    """The mean over all trained tokens of all batches, from the full logits."""
+    total, count = torch.zeros(()), 0
+    for one in batches:
+        logits_BTV = module(input_ids=one["input_ids"], use_cache=False).logits[:, :-1].float()
+        targets_BT = one["labels"][:, 1:]
+        total = total + F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+        count += int((targets_BT != -100).sum())
+    return total / count
+
+
+def by_autograd(model: keyhole.Model, batches: list, loss: Callable[..., torch.Tensor] = token_loss) -> Gradients:
     with torch.enable_grad():
-        for one in batches:
-            logits_BTV = model.module(input_ids=one["input_ids"], use_cache=False).logits[:, :-1].float()
-            targets_BT = one["labels"][:, 1:]
-            total = total + F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
-            count += int((targets_BT != -100).sum())
-        (total / count).backward()
+        loss(model.module, batches).backward()
     found = {t.name: t.param.grad for t in model.layout.tensors if t.param.grad is not None}
     model.module.zero_grad(set_to_none=True)
     return found

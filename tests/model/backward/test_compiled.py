@@ -51,7 +51,6 @@ def test_all_activations_kept(count: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     "method, settings", [("LOMO", {}), ("LOMO", {"activations": "none"}), ("LSP", {"d": 8, "r": 2, "learn": False})]
 )

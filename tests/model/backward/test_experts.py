@@ -143,7 +143,6 @@ def test_a_loss_of_ones_own_updates_by_expert() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("method", [keyhole.ZO, LOMO, AdaLOMO])
 def test_experts_on_a_gpu(name: str, method: type, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import keyhole
 from keyhole.model.forward.captured import Branches, is_plain, left_out, noted
-from tests.model.decoders import batch, config
+from tests.model.decoders import batch, config, load
 
 ROWS, LENGTH = 2, 10
 VISIBLE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(ROWS, 1, LENGTH, LENGTH)
@@ -43,7 +43,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_a_mask_is_removed_where_there_was_none(no_gpu: None, masks: list[Any], family: str) -> None:
     """A causal mask of four dimensions, as Transformers makes it during a capture; after the context it stays."""
-    model = keyhole.load(config(family), init="random", device="cpu")
+    model = load(family)
     ids = batch(ROWS, LENGTH)["input_ids"]
     with noted(model.blocks) as without:
         eager = run(model, ids)
@@ -58,7 +58,7 @@ def test_a_mask_is_removed_where_there_was_none(no_gpu: None, masks: list[Any], 
 
 
 def test_other_calls_keep_their_masks(no_gpu: None, masks: list[Any]) -> None:
-    model = keyhole.load(config("llama"), init="random", device="cpu")
+    model = load("llama")
     ids = batch(ROWS, LENGTH)["input_ids"]
     with noted(model.blocks) as shorter:
         run(model, ids[:, : LENGTH - 1])
@@ -74,7 +74,7 @@ def test_other_calls_keep_their_masks(no_gpu: None, masks: list[Any]) -> None:
 
 
 def test_only_batches_of_token_ids_are_plain() -> None:
-    model = keyhole.load(config("llama"), init="random", device="cpu")
+    model = load("llama")
     one = batch(ROWS, LENGTH)
     hidden = torch.ones_like(one["input_ids"])
     all_ones, positions = one | {"attention_mask": hidden.clone()}, torch.arange(LENGTH).expand(ROWS, LENGTH)
@@ -97,7 +97,6 @@ def padded(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("how", [{}, {"rank": 2, "refresh": 50}], ids=["dense", "rank 2"])
 @pytest.mark.parametrize("family", ["opt", "llama", "mistral"])
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_recorded_steps_attend_like_eager_ones(
     masks: list[Any], family: str, how: dict, rows: Callable[[int], dict], causal: bool
 ) -> None:
@@ -123,7 +122,6 @@ def test_without_streams_everything_stays_where_it_is() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_fork_reads_what_came_before_and_is_waited_for() -> None:
     """A chain in which every link needs both branches of the link before; slow kernels would show a missing edge."""
     device, branches = torch.device("cuda"), Branches(torch.device("cuda"), 1)

@@ -7,11 +7,7 @@ import torch
 
 import keyhole
 from tests.matrix import in_every_run
-from tests.model.decoders import batch, config
-
-
-def load(**options: object) -> keyhole.Model:
-    return keyhole.load(config("llama"), init="random", device="cpu", **options)
+from tests.model.decoders import batch, load
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])

@@ -12,14 +12,10 @@ from keyhole.model.structure import find as stacks
 from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.structure.skeleton import build
 from tests.matrix import in_every_run
-from tests.model.decoders import batch, config, hf_nll
+from tests.model.decoders import batch, config, hf_nll, load
 from tests.model.streaming import streamed
 
 FAMILIES = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]
-
-
-def load(name: str, **options: object) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", **options)
 
 
 @pytest.fixture
@@ -50,7 +46,7 @@ def test_stacks_are_cut_into_experts(name: str) -> None:
 @pytest.mark.usefixtures("small_stacks")
 def test_whole_stacks_on_request() -> None:
     """expert_units=False is Transformers' own layer, to the bit, with a stack as one unit."""
-    model = keyhole.load(config("mixtral"), init="random", device="cpu", expert_units=False)
+    model = load("mixtral", expert_units=False)
     other = load("mixtral")
     assert other.layout.experts and not model.layout.experts and not find_layout(model.module, 1).has_expert_units
     one = {name: x for name, x in batch().items() if name == "input_ids"}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.model.decoders import batch
+from tests.model.decoders import batch, load
 from tests.model.streaming import streamed
-from tests.model.test_model import Recording, load
+from tests.model.test_model import Recording
 
 
 @pytest.mark.parametrize("kind", ["spine", "block", "head"])

@@ -19,7 +19,7 @@ from keyhole.model.recorder import UsersHooks, signature_of
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.find import find_blocks
 from tests.methods.zo.loops import EPS, load
-from tests.model.decoders import batch, config
+from tests.model.decoders import batch
 
 
 class Loop:
@@ -30,7 +30,6 @@ class Loop:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_of_a_model_that_is_gone_do_not_spoil_those_of_another() -> None:
     """Garbage with a graph in it, made while another graph is recorded, and objects enough for a collection."""
     old, x = [], torch.zeros(4, device="cuda")
@@ -303,7 +302,7 @@ def test_a_pool_is_not_used_again_after_its_last_graph_or_a_failed_capture(monke
 
 
 def test_hooks_of_users_are_told_from_those_that_are_always_there() -> None:
-    model = keyhole.load(config("llama"), init="random", device="cpu")
+    model = load("llama")
     hooks, layer = UsersHooks(model.module.modules()), model.module.model.layers[1].mlp.up_proj
     assert not hooks.any()
     with torch.no_grad():

@@ -6,11 +6,7 @@ from torch.nn import functional as F
 
 import keyhole
 from keyhole.ops.loss import RunningNLL
-from tests.model.decoders import NAMES, VOCAB, batch, config
-
-
-def load(name: str) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu")
+from tests.model.decoders import NAMES, VOCAB, batch, config, load
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,7 +53,6 @@ def test_loss_with_gradients_is_cross_entropy() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_losses_of_rows_have_the_same_bits_every_time() -> None:
     model = keyhole.load(config("llama"), init="random", device="cuda", dtype="float32")
     ids = torch.randint(5, 90, (4, 512), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from tests.model.decoders import batch, config
+from tests.model.decoders import batch, load
 from tests.model.streaming import streamed
 
 USES: dict[str, Callable[[Any], Callable[[dict[str, torch.Tensor]], Any]]] = {
@@ -22,7 +22,7 @@ USES: dict[str, Callable[[Any], Callable[[dict[str, torch.Tensor]], Any]]] = {
 @pytest.mark.parametrize("inner", ["nll", "lomo"])
 @pytest.mark.parametrize("outer", USES)
 def test_a_pass_within_a_pass_is_refused(outer: str, inner: str) -> None:
-    model = streamed(keyhole.load(config("llama"), init="random", device="cpu"), slot_count=4)
+    model = streamed(load("llama"), slot_count=4)
     use, again = USES[outer](model), USES[inner](model)
     hook = model.module.model.layers[1].register_forward_pre_hook(lambda module, args: again(batch()))
     with pytest.raises(UserError, match="in the middle of a pass"):

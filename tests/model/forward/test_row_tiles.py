@@ -15,14 +15,10 @@ from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.plan import fit
 from tests.matrix import in_every_run
-from tests.model.decoders import batch, config
+from tests.model.decoders import batch, config, load
 from tests.model.streaming import streamed
 
 FAMILIES = ["opt", "llama", "qwen2", "phi", "gptj", "mixtral", "gemma2", "bloom"]
-
-
-def load(name: str, **options: object) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", **options)
 
 
 @pytest.fixture
@@ -130,7 +126,6 @@ def test_with_gradients_matrices_are_whole() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", ["opt", "llama", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,20 +15,14 @@ from keyhole.ops.lowbit import Grid, lowbit_decode, lowbit_encode_
 from tests.model.decoders import batch, config
 
 
-@pytest.mark.parametrize(("wire", "stored"), [(None, 2), ("fp32", 4), ("bf16", 2), ("fp16", 2)])
-def test_plain_formats_are_for_every_unit(wire: str | None, stored: int) -> None:
+@pytest.mark.parametrize("wire, stored", [(None, 2), ("fp32", 4), ("bf16", 2), ("fp16", 2), ("fp8", 65 / 64)])
+def test_units_are_stored_in_their_format(wire: str | None, stored: float) -> None:
+    """Without one, in the dtype of compute, as are spine, table and head beside fp8, which has a scale for each 64."""
     formats = Wire(torch.bfloat16, wire)
-    for unit in find_layout(build(config("llama"), torch.bfloat16)).units:
-        assert formats.home_bytes(unit) == stored * unit.numel == formats.home_dtype(unit).itemsize * unit.numel
-
-
-def test_only_blocks_are_packed() -> None:
-    """fp8 takes a byte an element and one scale for each 64; the spine, the table and the head stay plain."""
-    formats = Wire(torch.bfloat16, "fp8")
     for unit in find_layout(build(config("llama"), torch.bfloat16), max_unit_numel=1).units:
-        packed = unit.kind == "block"
-        assert (formats.home_dtype(unit) == PACKED) == packed
-        assert formats.home_bytes(unit) == (unit.numel * 65 // 64 if packed else 2 * unit.numel)
+        packed, dtype = wire == "fp8" and unit.kind == "block", formats.home_dtype(unit)
+        assert formats.home_bytes(unit) == (stored if packed or wire != "fp8" else 2) * unit.numel
+        assert dtype == PACKED if packed else dtype.itemsize * unit.numel == formats.home_bytes(unit)
 
 
 def test_an_unknown_format_is_refused() -> None:

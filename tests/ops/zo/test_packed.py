@@ -62,7 +62,6 @@ def test_the_kernel_is_the_reference(n: int, offset: int, case: str, device: str
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_equals_the_cpu() -> None:
     n = 2**22
     gpu = run("kernel", n, 192, "cuda", torch.bfloat16, CASES["both"])

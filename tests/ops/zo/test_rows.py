@@ -32,14 +32,18 @@ def setup(case: tuple, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
-@pytest.mark.parametrize("case, updates", [*((case, True) for case in CASES), (CASES[0], False)])
-def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, updates: bool, choice: str) -> None:
-    """Rows updated and perturbed on the fly are the rows of the reference's table; the first step has no update."""
+@pytest.mark.parametrize("case, how_else", [*((case, "") for case in CASES), (CASES[0], "first"), (CASES[0], "device")])
+def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, how_else: str, choice: str) -> None:
+    """Rows updated and perturbed on the fly are the rows of the reference's table; also in the first step, which
+    has no update, and with both steps as numbers that a kernel reads."""
     table_VH, ids_T, how = setup(case, kernel_device)
-    how = how if updates else replace(how, coef=None)
+    how = read = replace(how, coef=None) if how_else == "first" else how
+    if how_else == "device":
+        there = [torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (UPDATE_STEP, STEP)]
+        read = replace(how, update_step=there[0], step=there[1])
     rows_TH, out_dtype = table_VH[ids_T], case[1]
     with force(choice):
-        plus_TH, minus_TH = zo_rows(rows_TH, ids_T, how, out_dtype)
+        plus_TH, minus_TH = zo_rows(rows_TH, ids_T, read, out_dtype)
     assert torch.equal(rows_TH, table_VH[ids_T])  # the stale rows are not touched
     with force("reference"):
         plus_VH, minus_VH = (torch.empty_like(table_VH, dtype=out_dtype) for _ in range(2))
@@ -68,13 +72,3 @@ def test_gpu_equals_cpu_on_a_real_table(cuda: torch.device, dtype: torch.dtype) 
     made = zo_rows(rows_TH.to(cuda), ids_T.to(cuda), replace(how, coef=coef.to(cuda)))
     for a, b in zip(made, zo_rows(rows_TH, ids_T, how), strict=True):
         assert torch.equal(a.cpu(), b)
-
-
-@pytest.mark.parametrize("choice", ["reference", "kernel"])
-def test_steps_may_be_on_the_device(kernel_device: torch.device, choice: str) -> None:
-    table_VH, ids_T, how = setup(CASES[0], kernel_device)
-    there = [torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (UPDATE_STEP, STEP)]
-    with force(choice):
-        by_value = zo_rows(table_VH[ids_T], ids_T, how)
-        read = zo_rows(table_VH[ids_T], ids_T, replace(how, update_step=there[0], step=there[1]))
-    assert all(map(torch.equal, by_value, read))
