@@ -211,33 +211,29 @@ def test_resume_replays_what_no_checkpoint_holds(
     assert same(before, weights(config.output_dir))
 
 
-def test_resume_goes_on_behind_the_journal(run: Callable, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("lost", "zeros", "says"),
+    [
+        (70, 0, ("ends in a torn record", "1 steps of the journal replayed")),  # step 5 is gone, step 4 torn
+        (56, 56, ("is damaged (the record of step 5 was changed", "steps after 4 are done again", "2 steps of the")),
+    ],
+    ids=["torn", "a power cut left the length without the content"],
+)
+def test_resume_goes_on_behind_the_journal(
+    run: Callable, tmp_path: Path, capsys: Any, lost: int, zeros: int, says: tuple[str, ...]
+) -> None:
     config = run(save_steps=2, save_total_limit=None, lr_scheduler_type="constant")
     before, path = weights(config.output_dir), Path(config.output_dir) / "run" / "journal"
     forget(config, "checkpoint-5", "checkpoint-4")
     whole = path.read_bytes()
-    path.write_bytes(whole[:-70])  # step 5 is gone, step 4 torn
+    path.write_bytes(whole[:-lost] + bytes(zeros))
     assert train(config, resume="") == 0
     out = capsys.readouterr().out
-    assert "ends in a torn record" in out and "1 steps of the journal replayed" in out
+    assert all(each in out for each in says)
     assert same(before, weights(config.output_dir)) and path.read_bytes() == whole
     longer = changed(config, max_steps=7)
     assert train(longer, resume="") == 0
     assert journal.read(path).last == 7
-
-
-def test_resume_drops_a_last_record_without_content(run: Callable, capsys: Any) -> None:
-    """A power cut left the last record at its full length with zeros in it: its step is done again, and a line says
-    so."""
-    config = run(save_steps=2, save_total_limit=None, lr_scheduler_type="constant")
-    before, path = weights(config.output_dir), Path(config.output_dir) / "run" / "journal"
-    forget(config, "checkpoint-5", "checkpoint-4")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-56] + bytes(56))
-    assert train(config, resume="") == 0
-    assert "is damaged (the record of step 5 was changed" in (out := capsys.readouterr().out)
-    assert "steps after 4 are done again" in out and "2 steps of the journal replayed" in out
-    assert same(before, weights(config.output_dir)) and path.read_bytes() == whole
 
 
 def test_a_journal_that_cannot_go_on_is_set_aside(run: Callable, tiny_model: Path, tmp_path: Path) -> None:

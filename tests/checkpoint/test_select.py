@@ -103,6 +103,9 @@ def test_the_rest_of_a_deletion_is_not_called_a_strangers(root: Path) -> None:
     (root / "checkpoint-12" / STATE).rename(root / "checkpoint-12" / select.DELETED)
     (root / "checkpoint-16").mkdir()
     assert select.newest(root).strange == [root / "checkpoint-16"]
+    (root / "checkpoint-8" / STATE).unlink()  # nobody knows any more whose it is
+    choice = select.newest(root)
+    assert choice.path == root / "checkpoint-4" and root / "checkpoint-8" in choice.strange and not choice.damaged
 
 
 def test_a_directory_of_the_user_that_is_called_like_a_checkpoint_is_not_deleted(root: Path) -> None:
@@ -124,13 +127,6 @@ def test_a_directory_of_the_user_is_not_resumed_from(root: Path, name: str) -> N
     assert choice.path == root / "checkpoint-12" and not choice.damaged
     assert choice.strange == ([root / name] if name == "checkpoint-50" else [])
     assert select.choose(str(root / "checkpoint-12"), root).path == choice.path, "no second history"
-
-
-def test_a_checkpoint_that_has_lost_its_state_is_passed_over(root: Path) -> None:
-    """Nobody knows any more whose it is: it is named, and stays."""
-    (root / "checkpoint-12" / STATE).unlink()
-    choice = select.newest(root)
-    assert choice.path == root / "checkpoint-8" and choice.strange == [root / "checkpoint-12"] and not choice.damaged
 
 
 def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

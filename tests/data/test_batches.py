@@ -47,7 +47,7 @@ def seen(step: list[Batch]) -> list[int]:
 SIZES = {"count": st.integers(1, 30), "batch_size": st.integers(1, 5), "steps": st.integers(1, 4)}
 
 
-@given(**SIZES, seed=st.integers(0, 2**63), shuffle=st.booleans())
+@given(**SIZES, seed=st.integers(-(2**40), 2**64), shuffle=st.booleans())
 def test_every_sample_once_an_epoch(count: int, batch_size: int, steps: int, seed: int, shuffle: bool) -> None:
     loader = Loader(dataset(count), batch_size, steps, seed=seed, shuffle=shuffle)
     for epoch in range(2):
@@ -79,12 +79,6 @@ def test_the_offset_counts_rows() -> None:
     head = seen(first.next_step())
     second.load_state_dict(first.state_dict())
     assert sorted(head + [i for _ in range(3) for i in seen(second.next_step())]) == list(range(20))
-
-
-@given(count=st.integers(0, 200), seed=st.integers(-(2**40), 2**64), epoch=st.integers(0, 100))
-def test_an_order_is_a_permutation(count: int, seed: int, epoch: int) -> None:
-    assert sorted(order(count, seed, epoch)) == list(range(count))
-    assert np.array_equal(order(count, seed, epoch), order(count, seed, epoch))
 
 
 def test_orders_are_what_they_have_always_been() -> None:

@@ -34,12 +34,6 @@ def test_only_training_is_packed(tiny_model: Path, tiny_data: Path) -> None:
     assert not load_data(settings(tiny_model, tiny_data)).eval
 
 
-def test_preview_of_the_data(tiny_model: Path, tiny_data: Path) -> None:
-    text = preview_data(settings(tiny_model, tiny_data), 2)
-    assert text.startswith(f"{tiny_data}: format prompt_completion")
-    assert text.count("sample ") == 2 + text.count("longest sample")
-
-
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, tiny_data: Path) -> None:
     with pytest.raises(UserError, match=f"model: {tmp_path} has no config.json"):
         load_data(settings(tmp_path, tiny_data))

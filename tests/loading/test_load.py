@@ -49,14 +49,6 @@ def shard(path: Path, count: int) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-@pytest.mark.parametrize("placement", ["resident", "stream"])
-def test_shards_and_single_files_are_the_same(saved: Path, broken: Path, placement: str) -> None:
-    shard(broken, 3)
-    one, three = (keyhole.load(path, device="cpu", placement=placement) for path in (saved, broken))
-    for (name, a), (_, b) in zip(one.named_tensors(), three.named_tensors(), strict=True):
-        assert torch.equal(a, b), name
-
-
 def test_names_without_the_prefix(saved: Path, broken: Path) -> None:
     """Checkpoints of the bare decoder (as GPT-2's are) go through Transformers' own loader, to the same bits."""
     gpt2 = keyhole.load(config("gpt2"), init="random", device="cpu")
@@ -151,18 +143,20 @@ def to_bin(path: Path, count: int = 1, rename: str = "", **how: object) -> None:
         (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-BINS = {
-    "one file": {},
-    "shards": {"count": 3},
-    "without the decoder's prefix": {"rename": "model."},
-    "the format of before PyTorch 1.6": {"_use_new_zipfile_serialization": False},
+LAYOUTS = {
+    "shards": lambda path: shard(path, 3),
+    "one .bin": to_bin,
+    "shards in .bin": lambda path: to_bin(path, 3),
+    "without the decoder's prefix": lambda path: to_bin(path, rename="model."),
+    "the format of before PyTorch 1.6": lambda path: to_bin(path, _use_new_zipfile_serialization=False),
 }
 
 
-@pytest.mark.parametrize("how", BINS)
-def test_bin_files_are_read_to_the_same_bits(saved: Path, broken: Path, how: str) -> None:
-    to_bin(broken, **BINS[how])
-    one, two = (keyhole.load(path, device="cpu", placement="stream") for path in (saved, broken))
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+def test_every_layout_of_files_is_read_to_the_same_bits(saved: Path, broken: Path, how: str, placement: str) -> None:
+    LAYOUTS[how](broken)
+    one, two = (keyhole.load(path, device="cpu", placement=placement) for path in (saved, broken))
     for (name, a), (_, b) in zip(one.named_tensors(), two.named_tensors(), strict=True):
         assert torch.equal(a, b), name
 
@@ -334,24 +328,6 @@ def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         keyhole.load("no-such-owner/model")
     source.hub_answers.cache_clear()
     assert time.perf_counter() - begin_s < 15  # 23 s before
-
-
-def test_bin_files_of_a_hub_model_are_fetched_where_there_are_no_others(
-    broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """facebook/opt-13b is published as .bin; a model that has safetensors is not downloaded twice."""
-    asked = []
-
-    def download(model: str, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool) -> str:
-        asked.append("pytorch_model*.bin" in allow_patterns)
-        return str(broken)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr(source, "hub_answers", lambda: True)
-    find_directory("some/model")
-    (broken / "model.safetensors").unlink()
-    find_directory("some/model")
-    assert asked == [False, False, True]
 
 
 def test_a_file_is_not_a_model(saved: Path) -> None:

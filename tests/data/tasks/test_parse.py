@@ -100,22 +100,6 @@ def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:
         read_spec(str(tmp_path / "my.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("prompt", "says"),
-    [
-        ("{{ text }}{{ wrods }}", "'wrods' is undefined"),
-        ("{{ text }}{% for i in range(10**9) %}x{% endfor %}", "range"),
-        ("{{ text * 10**12 }}", "more than 2 GiB"),
-        ("{{ text.__class__ }}", "unsafe|undefined"),
-        ("{{ {}['a'] ~ text }}", "a"),
-    ],
-)
-def test_a_prompt_cannot_run_away(prompt: str, says: str) -> None:
-    spec = parse_spec(GOOD.replace('"{{ text }}\\n"', repr(prompt)), "my", "my.yaml")
-    with pytest.raises(UserError, match=says):
-        spec.prompt.run({"text": "a"})
-
-
 ROW = {"review": "good", "spans": [{"start": 0, "end": 99_999}] * 50_000, "long": "x" * 100_000}
 
 
@@ -132,6 +116,10 @@ ROW = {"review": "good", "spans": [{"start": 0, "end": 99_999}] * 50_000, "long"
         "{% extends 'x' %}",
         "{{ super() }}",
         "{{ none_such }}",
+        "{{ review }}{% for i in range(10**9) %}x{% endfor %}",
+        "{{ review * 10**12 }}",
+        "{{ review.__class__ }}",
+        "{{ {}['a'] ~ review }}",
     ],
 )
 def test_whatever_a_text_raises_names_its_key(source: str) -> None:

@@ -23,41 +23,23 @@ def files_of(folder: Path, *names: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("names", "train", "test"),
-    [
-        (("train.jsonl", "validation.jsonl"), ["train.jsonl"], ["validation.jsonl"]),
-        (("train.jsonl", "dev.jsonl", "test.jsonl"), ["train.jsonl"], ["dev.jsonl"]),
-        (("train.jsonl", "test.jsonl"), ["train.jsonl"], ["test.jsonl"]),
-        (("train-00000-of-00002.json", "train-00001-of-00002.json", "val.json"),
-         ["train-00000-of-00002.json", "train-00001-of-00002.json"], ["val.json"]),
-        (("sst2_train.jsonl", "sst2_dev.jsonl"), ["sst2_train.jsonl"], ["sst2_dev.jsonl"]),
-        (("train-v1.1.json", "dev-v1.1.json", "README.md"), ["train-v1.1.json"], ["dev-v1.1.json"]),
-    ],
-)  # fmt: skip
-def test_names_of_splits(tmp_path: Path, names: tuple[str, ...], train: list[str], test: list[str]) -> None:
-    files_of(tmp_path / "SST-2", *names)
-    found = find_splits(read_spec("sst2"), str(tmp_path))
-    assert [Path(name).name for name in found["train"].names] == train
-    assert [Path(name).name for name in found["test"].names] == test
-
-
-def test_the_folder_itself_and_a_folder_per_split(tmp_path: Path) -> None:
-    files_of(tmp_path / "train", "b.jsonl", "a.jsonl")
-    files_of(tmp_path, "val.jsonl")
-    found = find_splits(read_spec("sst2"), str(tmp_path))
-    assert [Path(name).name for name in found["train"].names] == ["a.jsonl", "b.jsonl"]
-
-
-@pytest.mark.parametrize(
     ("task", "names", "train", "test"),
     [
+        ("sst2", ("SST-2/train.jsonl", "SST-2/validation.jsonl"), "train.jsonl", "validation.jsonl"),
+        ("sst2", ("SST-2/train.jsonl", "SST-2/dev.jsonl", "SST-2/test.jsonl"), "train.jsonl", "dev.jsonl"),
+        ("sst2", ("SST-2/train.jsonl", "SST-2/test.jsonl"), "train.jsonl", "test.jsonl"),
+        ("sst2", ("SST-2/train-00000-of-00002.json", "SST-2/train-00001-of-00002.json", "SST-2/val.json"),
+         "train-00000-of-00002.json train-00001-of-00002.json", "val.json"),
+        ("sst2", ("SST-2/sst2_train.jsonl", "SST-2/sst2_dev.jsonl"), "sst2_train.jsonl", "sst2_dev.jsonl"),
+        ("sst2", ("SST-2/train-v1.1.json", "SST-2/dev-v1.1.json", "SST-2/README.md"), "train-v1.1.json",
+         "dev-v1.1.json"),
         ("sst2", ("sst2/data/train-00000-of-00001.json", "sst2/data/validation-00000-of-00001.json", "sst2/README.md"),
          "train-00000-of-00001.json", "validation-00000-of-00001.json"),
         ("gsm8k", ("gsm8k/main/train.json", "gsm8k/main/test.json", "gsm8k/socratic/train.json"), "train.json",
          "test.json"),
         ("alpaca", ("alpaca/data/train-00000-of-00001-a09b74b3ef9c3b56.json",),
          "train-00000-of-00001-a09b74b3ef9c3b56.json", "train-00000-of-00001-a09b74b3ef9c3b56.json"),
-        ("sst2", ("train/a.json", "validation/b.json"), "a.json", "b.json"),
+        ("sst2", ("train/b.json", "train/a.json", "validation/b.json"), "a.json b.json", "b.json"),
         ("cola", ("cola_public/raw/in_domain_train.tsv", "cola_public/raw/in_domain_dev.tsv",
                   "cola_public/raw/out_of_domain_dev.tsv", "cola_public/tokenized/in_domain_train.tsv"),
          "in_domain_train.tsv", "in_domain_dev.tsv out_of_domain_dev.tsv"),
@@ -68,7 +50,7 @@ def test_the_folder_itself_and_a_folder_per_split(tmp_path: Path) -> None:
          "drop_dataset_train.json", "drop_dataset_dev.json"),
     ],
 )  # fmt: skip
-def test_folders_of_downloads(tmp_path: Path, task: str, names: tuple[str, ...], train: str, test: str) -> None:
+def test_names_and_folders(tmp_path: Path, task: str, names: tuple[str, ...], train: str, test: str) -> None:
     for name in names:
         files_of((tmp_path / name).parent, Path(name).name)
     found = find_splits(read_spec(task), str(tmp_path))
@@ -80,16 +62,6 @@ def test_a_data_set_that_save_to_disk_wrote(tmp_path: Path) -> None:
         files_of(tmp_path / "sst2" / split, "data-0.arrow", "dataset_info.json", "state.json")
     (tmp_path / "sst2" / "dataset_dict.json").write_text("{}")
     assert find_splits(read_spec("sst2"), str(tmp_path))["test"].names == (str(tmp_path / "sst2" / "validation"),)
-
-
-def test_another_task_is_not_taken_for_the_one_that_is_missing(tmp_path: Path) -> None:
-    files_of(tmp_path / "rte", "train.jsonl", "val.jsonl")
-    with pytest.raises(UserError, match="no folder sst2/"):
-        find_splits(read_spec("sst2"), str(tmp_path))
-    files_of(tmp_path / "SST-2", "train.jsonl", "val.jsonl")
-    files_of(tmp_path / "sst2", "train.jsonl", "val.jsonl")
-    with pytest.raises(UserError, match="SST-2, sst2 could all be the folder of task sst2; rename one"):
-        find_splits(read_spec("sst2"), str(tmp_path))
 
 
 def test_parts_of_a_file(tmp_path: Path) -> None:
@@ -112,6 +84,8 @@ def test_parts_of_a_file(tmp_path: Path) -> None:
         (("train.jsonl", "train.tsv", "val.jsonl"), None, "train.jsonl, train.tsv could all be `train`"),
         (("train.jsonl", "val.jsonl"), {"test": "val[1:2:3]"}, "expected a name such as validation"),
         (("train.jsonl", "val.jsonl"), {"test": "nowhere"}, "test (looked for nowhere)"),
+        (("proof.jsonl", "proof.json", "test.jsonl"), {"train": "proof"}, "could all be `proof`"),  # "of" is no part
+        (("dev_proof.jsonl", "old_proof.jsonl", "test.jsonl"), {"train": "proof"}, "could all be `proof`"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, names: tuple[str, ...], given: dict | None, says: str) -> None:
@@ -119,14 +93,6 @@ def test_what_is_missing_is_named(tmp_path: Path, names: tuple[str, ...], given:
     with pytest.raises(UserError) as caught:
         find_splits(read_spec("sst2"), str(tmp_path), given)
     assert says in str(caught.value)
-
-
-@pytest.mark.parametrize("names", [("proof.jsonl", "proof.json"), ("dev_proof.jsonl", "old_proof.jsonl")])
-def test_two_files_of_one_name_are_never_both_read(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """Also if the name has the letters `of`, as parts of a file do (train-00000-of-00002)."""
-    files_of(tmp_path / "sst2", *names, "test.jsonl")
-    with pytest.raises(UserError, match="could all be `proof`"):
-        find_splits(read_spec("sst2"), str(tmp_path), {"train": "proof"})
 
 
 @pytest.mark.parametrize(
@@ -147,8 +113,12 @@ def test_parts_that_are_missing_or_there_twice_are_refused(tmp_path: Path, names
 def test_no_directory_and_no_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such directory"):
         find_splits(read_spec("sst2"), str(tmp_path / "none"))
-    (tmp_path / "rte").mkdir()
+    files_of(tmp_path / "rte", "train.jsonl", "val.jsonl")  # another task's are never read as this one's
     with pytest.raises(UserError, match="no folder sst2/ .* it holds rte"):
+        find_splits(read_spec("sst2"), str(tmp_path))
+    for name in ("SST-2", "sst2"):
+        files_of(tmp_path / name, "train.jsonl", "val.jsonl")
+    with pytest.raises(UserError, match="SST-2, sst2 could all be the folder of task sst2; rename one"):
         find_splits(read_spec("sst2"), str(tmp_path))
 
 
