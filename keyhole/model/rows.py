@@ -40,6 +40,7 @@ Legend: B rows of a batch, K rows that need a pass, T positions, N trained token
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -58,8 +59,8 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
     """Rows of sample indices, each of at most max_length tokens; every sample is in exactly one, and none is cut. The
     longest first, each into the fullest row where it still fits: never more than 11/9 of the fewest rows, plus one."""
     rows: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}  # free tokens -> rows with exactly this much room
-    spaces: list[int] = []  # its keys, sorted
+    by_space: defaultdict[int, list[int]] = defaultdict(list)  # free tokens -> rows with exactly this much room
+    spaces: list[int] = []  # of which there are rows, sorted
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         assert lengths[i] <= max_length, "samples are cut or dropped before they are packed"
         at = bisect_left(spaces, lengths[i])
@@ -70,13 +71,11 @@ def pack(lengths: list[int], max_length: int) -> list[list[int]]:
             space = spaces[at]
             row = by_space[space].pop()
             if not by_space[space]:
-                del by_space[space], spaces[at]
+                del spaces[at]
         rows[row].append(i)
-        left = space - lengths[i]
-        if left and left not in by_space:
-            by_space[left] = []
-            insort(spaces, left)
-        if left:
+        if left := space - lengths[i]:
+            if not by_space[left]:
+                insort(spaces, left)
             by_space[left].append(row)
     return rows
 

@@ -106,11 +106,12 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(inside)
 
 
-FEW = ("num_beams", "num_beam_groups", "num_return_sequences")
-COUNTS = ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size")
+MOST = 2**31 - 1
+COUNTS = dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (1, 256)) | dict.fromkeys(
+    ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size"), (0, MOST)
+)
 NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "epsilon_cutoff")
 TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
-MOST_BEAMS, MOST = 256, 2**31 - 1
 ONLY_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 ONLY_BEAMS = ("early_stopping", "length_penalty")
 
@@ -149,10 +150,9 @@ def make_writable(generation: Any) -> None:
 
 def _expected(key: str, value: Any) -> str:
     """The kind of value that is expected; "" if the value is valid."""
-    if key in FEW:
-        return "" if _is_count(value, 1, MOST_BEAMS) else f"a whole number from 1 to {MOST_BEAMS}"
     if key in COUNTS:
-        return "" if _is_count(value, 0, MOST) else f"a whole number from 0 to {MOST}"
+        low, high = COUNTS[key]
+        return "" if _is_count(value, low, high) else f"a whole number from {low} to {high}"
     if key in NUMBERS:
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         return "" if number else "a number"

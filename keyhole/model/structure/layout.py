@@ -76,7 +76,6 @@ class Unit:
     modules: list[nn.Module] = field(default_factory=list, repr=False)  # entering one of these requires the unit
     rows: tuple[int, int] | None = None  # range of the first axis, for chunks of a table, tiles of a matrix, experts
     block: int | None = None
-    expert: int | None = None  # the index of the expert, for a unit of a stack of experts
 
     @property
     def numel(self) -> int:
@@ -87,6 +86,11 @@ class Unit:
         """`rows`, of a unit that holds some."""
         assert self.rows is not None
         return self.rows
+
+    @property
+    def expert(self) -> int | None:
+        """The index of the expert, for a unit of a stack of experts."""
+        return self.rows[0] if self.rows is not None and self.tensors[0].experts else None
 
     @property
     def has_gaps(self) -> bool:
@@ -207,8 +211,7 @@ def find_layout(
     cut into units of at most this many elements, or of one leaf (None: not cut). cut_rows: large matrices are then cut
     too; cut_experts: so are stacks of experts that are larger than a unit. parts: those of the module, if known."""
     of = find_parts(module) if parts is None else parts
-    counts = {id(stack): one.count for one in of.experts.values() for stack in one.stacks}
-    builder = _Builder(of.names, of.block_of, counts)
+    builder = _Builder(of)
     builder.unit("spine", "spine", of.spine, [])
     if of.table is not None:
         builder.table("table", of.table)
@@ -222,7 +225,8 @@ def find_layout(
                 builder.rows("block", name, params[0], tiles)
             elif cuts and max_unit_numel is not None and sum(p.numel() for p in params) > max_unit_numel:
                 for stack in params:
-                    builder.experts(name, stack)
+                    kind = of.names[id(stack)].rpartition(".")[2]
+                    builder.rows("block", f"{name} {kind}", stack, [(e, e + 1) for e in range(stack.shape[0])])
             else:
                 builder.unit("block", name, params, [block] if len(runs) == 1 else run)
     tied = of.head is of.table
@@ -235,15 +239,16 @@ def find_layout(
 class _Builder:
     """Places tensors one after the other, and forms units."""
 
-    def __init__(self, names: dict[int, str], block_of: dict[int, int], experts: dict[int, int]) -> None:
-        self.names, self.block_of, self.expert_count = names, block_of, experts
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.expert_count = {id(stack): one.count for one in parts.experts.values() for stack in one.stacks}
         self.tensors: list[FlatTensor] = []
         self.units: list[Unit] = []
         self.end = 0
 
     def _place(self, param: nn.Parameter) -> FlatTensor:
-        of_block, experts = self.block_of.get(id(param)), self.expert_count.get(id(param), 0)
-        tensor = FlatTensor(self.names[id(param)], self.end, param.shape, param, of_block, experts)
+        of_block, experts = self.parts.block_of.get(id(param)), self.expert_count.get(id(param), 0)
+        tensor = FlatTensor(self.parts.names[id(param)], self.end, param.shape, param, of_block, experts)
         self.tensors.append(tensor)
         self.end = -(-tensor.stop // ALIGN) * ALIGN
         return tensor
@@ -265,13 +270,6 @@ class _Builder:
         for first, last in ranges:
             start = tensor.start + first * width
             stop = tensor.start + last * width if last < row_count else self.end
-            unit = Unit(len(self.units), f"{name} rows {first}-{last}", kind, start, stop, [tensor])
-            unit.rows, unit.block = (first, last), tensor.block
+            title, rows = f"{name} rows {first}-{last}", (first, last)
+            unit = Unit(len(self.units), title, kind, start, stop, [tensor], rows=rows, block=tensor.block)
             self.units.append(unit)
-
-    def experts(self, name: str, stack: nn.Parameter) -> None:
-        """A stack cut into experts."""
-        first, kind = len(self.units), self.names[id(stack)].rpartition(".")[2]
-        self.rows("block", f"{name} {kind}", stack, [(e, e + 1) for e in range(stack.shape[0])])
-        for expert, unit in enumerate(self.units[first:]):
-            unit.expert = expert

@@ -17,7 +17,6 @@ Unused experts are not marked: if one member of a list inside a block was used, 
 import json
 import warnings
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -103,11 +103,8 @@ def call_of(module: nn.Module, part: nn.Module, length: int) -> tuple[tuple, dic
         found.append((args, kwargs))
         raise _Enough
 
-    hook = part.register_forward_pre_hook(take, with_kwargs=True)
-    try:
+    with part.register_forward_pre_hook(take, with_kwargs=True):
         _Watch(module).forward(length)
-    finally:
-        hook.remove()
     return found[0] if found else None
 
 
@@ -171,35 +168,25 @@ class _Watch(TorchDispatchMode):
         has_cache = "use_cache" in takes or any(one.kind == one.VAR_KEYWORD for one in takes.values())
         without_cache = {"use_cache": False} if has_cache else {}
         try:
-            with torch.no_grad(), warnings.catch_warnings(), self._entering(), self:
+            with (
+                torch.no_grad(),
+                warnings.catch_warnings(),
+                register_module_forward_pre_hook(self._enter),  # knows which modules are being called
+                register_module_forward_hook(self._leave),
+                self,
+            ):
                 warnings.simplefilter("ignore")  # a small model's products are computed, in any dtype
                 self.module(input_ids=ids, **without_cache)
         except Exception as error:  # raised by the family's own code
             return " ".join(str(error).split())[:120] or type(error).__name__
         return ""
 
-    @contextmanager
-    def _entering(self) -> Iterator[None]:
-        """A context that knows which modules are being called."""
+    def _enter(self, part: nn.Module, args: tuple) -> None:
+        self.entered.append(part)
+        self.reached.update(id(param) for param in part._parameters.values() if param is not None)
 
-        def enter(part: nn.Module, args: tuple) -> None:
-            self.entered.append(part)
-            self.reached.update(id(param) for param in part._parameters.values() if param is not None)
-
-        def leave(part: nn.Module, args: tuple, output: object) -> None:
-            self.entered.pop()
-
-        parts = list(self.module.modules())
-        hooks = [
-            hook
-            for part in parts
-            for hook in (part.register_forward_pre_hook(enter, prepend=True), part.register_forward_hook(leave))
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def _leave(self, part: nn.Module, args: tuple, output: object) -> None:
+        self.entered.pop()
 
     def _note_use(self, param: nn.Parameter) -> None:
         self.reached.add(id(param))
