@@ -120,7 +120,7 @@ class ClassificationHead:
                 check_tokens("token_type_ids", batch["token_type_ids"], self.type_count, has="types")
             self._check_labels(batch["labels"], rows)
 
-    def _check_labels(self, labels: Any, rows: int) -> None:
+    def _check_labels(self, labels: object, rows: int) -> None:
         count, kind = self.config.num_labels, self.problem
         wide = kind == MULTI_LABEL or (kind == REGRESSION and count > 1)
         shape = (rows, count) if wide else (rows,)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -64,7 +65,7 @@ def _counts(module: nn.Module, block: nn.Module) -> BlockCounts | None:
         return None
 
 
-def _count(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> BlockCounts:
+def _count(block: nn.Module, args: tuple, kwargs: dict[str, object]) -> BlockCounts:
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     hidden = tensors[0].requires_grad_(True)
     each = hidden.numel() // hidden.shape[-1] * hidden.element_size()
@@ -87,7 +88,7 @@ def _weights(block: nn.Module, frozen: bool) -> dict[str, torch.Tensor]:
 
 
 def _kept(
-    block: nn.Module, weights: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any], shared: set[int]
+    block: nn.Module, weights: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, object], shared: set[int]
 ) -> int:
     """The bytes that autograd keeps of a block's forward pass. shared: memory that all blocks have in common."""
     saved: dict[int, torch.Tensor] = {}
@@ -119,7 +120,9 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.kernels, self.bytes = 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         output = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if func.is_view or name in FREE:

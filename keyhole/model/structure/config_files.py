@@ -34,7 +34,7 @@ POSITIONS, MOST_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", 
 WORDS = ("model_type", "dtype", "torch_dtype")
 
 
-def setting(config: Any, key: str, default: Any = None) -> Any:
+def setting(config: object, key: str, default: object = None) -> Any:
     """A setting of a config that not every family has."""
     return getattr(config, key, default)
 
@@ -53,7 +53,7 @@ def check_config_file(path: Path) -> None:
             _check_size(key, value, path)
 
 
-def check_implementation(key: str, value: Any, where: object) -> None:
+def check_implementation(key: str, value: object, where: object) -> None:
     """Refuses kernels that Transformers would download from a hub and run."""
     if "implementation" in key and "/" in str(value):
         raise UserError(
@@ -62,7 +62,7 @@ def check_implementation(key: str, value: Any, where: object) -> None:
         )
 
 
-def _entries(config: dict[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _entries(config: dict[str, object], depth: int = 0) -> Iterator[tuple[str, object]]:
     """(key, value) of the config and of the configs inside it."""
     for key, value in config.items():
         if isinstance(value, dict) and depth < 4:
@@ -82,7 +82,7 @@ OF_ROUTERS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 ALWAYS = ("z_loss_coefficient",)
 
 
-def check_loss(config: Any) -> None:
+def check_loss(config: object) -> None:
     """UserError if the config asks for a loss beside the cross-entropy of the tokens."""
     configs = list(_configs(config))
     with_routers = any(setting(one, "output_router_logits") for one in configs)
@@ -98,7 +98,7 @@ def check_loss(config: Any) -> None:
             )
 
 
-def _configs(config: Any) -> Iterator[Any]:
+def _configs(config: object) -> Iterator[object]:
     """The config, and those inside it."""
     yield config
     for name in setting(config, "sub_configs") or ():
@@ -148,7 +148,7 @@ def make_writable(generation: Any) -> None:
             setattr(generation, name, None)
 
 
-def _expected(key: str, value: Any) -> str:
+def _expected(key: str, value: object) -> str:
     """The kind of value that is expected; "" if the value is valid."""
     if key in COUNTS:
         low, high = COUNTS[key]
@@ -162,5 +162,5 @@ def _expected(key: str, value: Any) -> str:
     return ""
 
 
-def _is_count(value: Any, low: int, high: int) -> bool:
+def _is_count(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

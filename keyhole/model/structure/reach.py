@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -94,12 +95,12 @@ class _Enough(Exception):
     """The arguments are known."""
 
 
-def call_of(module: nn.Module, part: nn.Module, length: int) -> tuple[tuple, dict[str, Any]] | None:
+def call_of(module: nn.Module, part: nn.Module, length: int) -> tuple[tuple, dict[str, object]] | None:
     """The arguments with which the module's forward calls one of its parts, for a row of this many tokens; large ones
     are constants. None if the forward does not get that far."""
-    found: list[tuple[tuple, dict[str, Any]]] = []
+    found: list[tuple[tuple, dict[str, object]]] = []
 
-    def take(part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def take(part: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         found.append((args, kwargs))
         raise _Enough
 
@@ -195,7 +196,9 @@ class _Watch(TorchDispatchMode):
             around = (part for part in reversed(self.entered) if owners[0] in set(part.modules()))
             self.readers.update(id(part) for part in islice(around, 1))
 
-    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         leaves, is_mutable = tree_leaves((args, kwargs)), func._schema.is_mutable
         for x in leaves:
@@ -233,7 +236,7 @@ def _described(x: object) -> Hashable:
     return type(x), x if isinstance(x, Hashable) else repr(x)
 
 
-def _on_meta(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _on_meta(func: OpOverload, args: tuple, kwargs: dict[str, object]) -> Any:
     """The output on the meta device; None if its shape depends on values."""
     for dtype in (None, torch.bfloat16):  # grouped products require bfloat16
         try:

@@ -67,7 +67,7 @@ def read_config(
     return check_model(_with_head(found, head, num_labels))
 
 
-def is_classifier(config: Any) -> bool:
+def is_classifier(config: object) -> bool:
     """Whether a config is that of a text classifier."""
     return (setting(config, "architectures") or [""])[0].endswith(CLASSIFIER)
 
@@ -135,7 +135,7 @@ def _looks_ahead(config: Any) -> str:
     return next((f"{key} is {value}" for key, value in found.items() if value in bidirectional[key]), "")
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: object) -> Any:
     """The class of Transformers that builds modules for a config."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

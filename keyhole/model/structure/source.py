@@ -17,7 +17,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from keyhole.errors import UserError
 
@@ -70,7 +69,7 @@ def check_directory(model: str | Path) -> None:
         )
 
 
-def names_classifier(config: Mapping[str, Any]) -> bool:
+def names_classifier(config: Mapping[str, object]) -> bool:
     """Whether a config.json is that of a text classifier."""
     return CLASSIFIER in str(config.get("architectures"))
 
@@ -140,9 +139,11 @@ def _download(model: str | Path, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        how: dict[str, Any]
-        how = {"allow_patterns": list(patterns), "ignore_patterns": NOT_READ, "local_files_only": is_local(model)}
-        return Path(snapshot_download(str(model), **how))
+        return Path(
+            snapshot_download(
+                str(model), allow_patterns=[*patterns], ignore_patterns=NOT_READ, local_files_only=is_local(model)
+            )
+        )
     except Exception as error:  # no network, no such model, no access, disk full: they have no common type
         raise _not_had(model, error) from error
 
