@@ -48,12 +48,14 @@ def make(tiny_model: Path, method: str, placement: str, dtype: str, device: str 
     return model, METHODS[method].load()(model, 1e-3)
 
 
-def begun(tiny_model: Path, tmp_path: Path, pool_bytes: int | None = None) -> tuple[Writer, Any]:
-    """A run after one step, and a checkpoint of it that has begun."""
-    model, opt = make(tiny_model, "zo", "resident", "float32")
+def begun(
+    tiny_model: Path, path: Path, pool_bytes: int | None = None, placement: str = "resident", **how: Any
+) -> tuple[Writer, Any]:
+    """A run of zo after one step, and a checkpoint of it that has begun."""
+    model, opt = make(tiny_model, "zo", placement, "float32")
     background = Writer(model, opt, pool_bytes)
     opt.step(batch(0))
-    background.begin(tmp_path / "checkpoint-1", ABOUT)
+    background.begin(path, ABOUT, **how)
     return background, opt
 
 
@@ -296,7 +298,7 @@ def test_a_fault_lets_training_go_on(
     if place is os:  # writers of so little might be done before anything is flushed
         monkeypatch.setattr(snapshots, "write_at", lambda *args: failed.wait(20) and write_at(*args))
     monkeypatch.setattr(place, name, fail)
-    background, opt = begun(tiny_model, tmp_path, 0)
+    background, opt = begun(tiny_model, tmp_path / "checkpoint-1", 0)
     stepping = threading.Thread(target=lambda: [opt.step(batch(step)) for step in (1, 2, 3)], daemon=True)
     stepping.start()
     stepping.join(20)
@@ -313,10 +315,7 @@ def test_a_copy_that_cannot_be_made(
     def fail(size_bytes: int) -> None:
         raise error
 
-    model, opt = make(tiny_model, "zo", "resident", "float32")
-    background, go = Writer(model, opt), threading.Event()
-    opt.step(batch(0))
-    background.begin(tmp_path / "checkpoint-1", ABOUT)
+    (background, opt), go = begun(tiny_model, tmp_path / "checkpoint-1"), threading.Event()
     snapshot = background.writing.snapshot
     real, snapshot._take = snapshot._take, lambda: go.wait() and real()
     opt.step(batch(1))
@@ -345,10 +344,7 @@ def test_broken_weights_are_not_saved(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_training_that_ends_early_cancels(tiny_model: Path, tmp_path: Path) -> None:
     """Weights that still wait for their update are not waited for when no step will come."""
-    model, opt = make(tiny_model, "zo", "stream", "float32")
-    background = Writer(model, opt)
-    opt.step(batch(0))
-    background.begin(tmp_path / "a", ABOUT)
+    background, _ = begun(tiny_model, tmp_path / "a", placement="stream")
     background.abandon()
     assert list(tmp_path.iterdir()) == []
     background.begin(tmp_path / "b", ABOUT)
@@ -356,15 +352,12 @@ def test_training_that_ends_early_cancels(tiny_model: Path, tmp_path: Path) -> N
 
 
 def test_without_the_journal_there_is_no_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
-    model, opt = make(tiny_model, "zo", "resident", "float32")
-    background = Writer(model, opt)
-    opt.step(batch(0))
     error = OSError("the journal has no record of step 3")
 
     def refuse() -> None:
         raise error
 
-    background.begin(tmp_path / "a", ABOUT, before_rename=refuse)
+    background, _ = begun(tiny_model, tmp_path / "a", before_rename=refuse)
     assert background.wait().error is error and list(tmp_path.iterdir()) == []
 
 

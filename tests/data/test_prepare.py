@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from keyhole.data.collect import Collector
 from keyhole.data.examples import Example
@@ -17,7 +15,6 @@ from keyhole.data.prepare import prepare
 from keyhole.data.settings import DataSettings
 from keyhole.data.tokens import Tokens
 from keyhole.errors import UserError
-from keyhole.machine.text import counted
 from tests.data import chats
 from tests.data.chats import answers, chat, tokenizer
 
@@ -125,21 +122,6 @@ def test_settings_are_checked_first(pairs: str, change: dict, message: str) -> N
         prepare(pairs, tokenizer(), **change)
 
 
-@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=15), max_length=st.integers(8, 30))
-def test_packing_loses_no_token(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], max_length: int) -> None:
-    rows = [{"prompt": "Q", "completion": chr(65 + i) * n} for i, n in enumerate(sizes)]
-    path = write(tmp_path_factory.getbasetemp() / "packed.jsonl", rows)
-    alone = prepare(path, tokenizer(bos=True), max_length=max_length)
-    packed = prepare(path, tokenizer(bos=True), max_length=max_length, packing=True)
-    for name in ("input_ids", "labels"):
-        flat = [sorted(x for row in d for x in getattr(row, name)) for d in (alone, packed)]
-        assert flat[0] == flat[1]
-    assert all(len(row.input_ids) <= max_length for row in packed) and len(packed) <= len(alone)
-    assert packed.fingerprint != alone.fingerprint
-    told = f"packed into {counted(len(packed), 'row')} of {max_length} tokens"
-    assert any(line.startswith(told) for line in packed.report.lines())
-
-
 def test_a_row_of_another_layout_than_the_first_is_refused(tmp_path: Path) -> None:
     """It has a chat, and would be read as the plain text that the first row has."""
     both = {"text": "b", "messages": chat("Hi", "A.")}
@@ -205,10 +187,6 @@ def test_a_path_is_a_source_and_every_source_has_a_weight(pairs: str) -> None:
     for weights, says in (([1, 2], "2 numbers for 1 sources"), ([-1], "from 0 on"), ([float("nan")], "from 0 on")):
         with pytest.raises(UserError, match=says):
             prepare(Path(pairs), tokenizer(), train_weights=weights)
-
-
-def test_weights_that_make_too_many_rows_are_refused(pairs: str) -> None:
-    """A billion rows per epoch of eight samples would end in no memory."""
     with pytest.raises(UserError, match="train_weights: 8,000,000,000 rows per epoch of 8 samples"):
         prepare([pairs], tokenizer(), train_weights=[1e9])
     assert len(prepare([pairs], tokenizer(), train_weights=[1000])) == 8000

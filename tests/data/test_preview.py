@@ -57,6 +57,7 @@ def test_packed_rows_show_their_samples(tmp_path: Path) -> None:
     tok = tokenizer()
     rows = [{"prompt": "Q", "completion": "Z" * n} for n in (3, 4)]
     dataset = prepare(write(tmp_path, *rows), tok, max_length=32, packing=True)
+    assert any(line.startswith("packed into 1 row of 32 tokens") for line in dataset.report.lines())
     text = preview(dataset, tok)
     assert text.startswith("row 1 of 1: 11 tokens in 2 samples\nsample 2 of 2")
     assert text.count("TRAINED") == 2

@@ -1,13 +1,10 @@
 """Models from the hub, against a server on this machine: what is fetched, how often, and what is said otherwise.
 
-huggingface_hub reads its variables when it is imported. One test asks in new processes; the others read them anew in
-this one, which saves the imports.
+huggingface_hub reads its variables when it is imported; here they are read anew for every question.
 """
 
 import importlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,17 +17,6 @@ from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.model.structure import source
 from tests.hub.server import TOKEN, Hub, hub_here
-
-FETCH = """
-import sys
-from keyhole.errors import UserError
-from keyhole.model.structure.source import find_directory, find_file
-try:
-    find_file(sys.argv[1], "config.json")
-    print(find_directory(sys.argv[1]))
-except UserError as error:
-    print("UserError", error)
-"""
 
 
 @pytest.fixture
@@ -74,13 +60,6 @@ def fetch(hub: Hub, name: str, home: Path, **env: str) -> str:
             return f"UserError {error}"
 
 
-def fetch_apart(hub: Hub, name: str, home: Path, **env: str) -> str:
-    """The same in a new process, which prints it."""
-    command = [sys.executable, "-c", FETCH, name]
-    how = {"env": variables(hub, home, **env), "capture_output": True, "text": True, "timeout": 120, "check": True}
-    return subprocess.run(command, **how).stdout.strip()
-
-
 def weights_asked(hub: Hub) -> list[tuple[str, str, str]]:
     return [asked for asked in hub.asked if asked[0] == "GET" and asked[1].endswith((".safetensors", ".bin"))]
 
@@ -91,15 +70,15 @@ def test_files_are_fetched_once_and_used_without_a_network(hub: Hub, tmp_path: P
     repo = hub.add("owner/tiny", assets.MODEL)
     junk = ("original/model.safetensors", "consolidated.safetensors", "pytorch_model.bin", "onnx/config.json", "a.gguf")
     repo.files |= dict.fromkeys(junk, b"not to be fetched")
-    directory = Path(fetch_apart(hub, "owner/tiny", tmp_path))
+    directory = Path(fetch(hub, "owner/tiny", tmp_path))
     found = {str(p.relative_to(directory)) for p in directory.rglob("*") if not p.is_dir()}
     assert found == {path.name for path in assets.MODEL.iterdir()}
     assert all((directory / name).read_bytes() == (assets.MODEL / name).read_bytes() for name in found)
     hub.asked.clear()
-    assert Path(fetch_apart(hub, "owner/tiny", tmp_path)) == directory
+    assert Path(fetch(hub, "owner/tiny", tmp_path)) == directory
     assert weights_asked(hub) == []
     hub.asked.clear()
-    assert Path(fetch_apart(hub, "owner/tiny", tmp_path, HF_HUB_OFFLINE="1")) == directory
+    assert Path(fetch(hub, "owner/tiny", tmp_path, HF_HUB_OFFLINE="1")) == directory
     assert hub.asked == []
 
 
