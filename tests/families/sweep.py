@@ -92,7 +92,6 @@ in ways of their own: there a stack, or all of them, is one unit, and the start 
 
 
 def page(found: dict[str, str]) -> str:
-    """docs/families.md."""
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
     passes = [f"`{model_type}`" for model_type, result in found.items() if result == PASSES]
     others = {

@@ -1,5 +1,6 @@
 """A streamed twin of a resident model, cut and run as the test likes, past the decisions of plan/placement.py."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,18 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.offload.engine import Engine
+
+
+def assert_trained_alike(models: list[Model], make: Callable, steps: list[list[dict[str, torch.Tensor]]]) -> None:
+    """Losses and weights after these steps are the same to the bit."""
+    losses = []
+    for model in models:
+        method = make(model)
+        losses.append(torch.stack([method.step(batches) for batches in steps]))
+        method.flush()
+    assert torch.equal(*losses) and losses[0].isfinite().all()
+    for (a, mine), (b, theirs) in zip(*(model.named_tensors() for model in models), strict=True):
+        assert a == b and torch.equal(mine.cpu(), theirs.cpu()), a
 
 
 def streamed(

@@ -61,7 +61,6 @@ def test_rows_without_a_trained_token() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi"])
 def test_vocabulary_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table and head cut into many row chunks give the loss of the full logits, streamed or not, and the tokens."""
     whole = load(name)
     monkeypatch.setattr(layout_module, "CHUNK_ROWS", 16)
     model, one = load(name), batch(2, 12)
@@ -95,7 +94,6 @@ def test_generate_samples_beams_and_left_padding() -> None:
 
 
 def test_generate_crosses_the_link_once_a_token() -> None:
-    """All rows of a batch share each upload; only what was prefetched past the end may come on top."""
     model = streamed(load("llama"), slot_count=2)
     weights = 4 * sum(model.layout.units[i].numel for i in model.engine.streamed)
     slots = model.engine.slot_count * model.engine.slot_bytes

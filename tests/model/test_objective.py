@@ -39,7 +39,6 @@ def test_loss_and_weights_are_those_of_the_formula(sizes: list[int], seed: int) 
 @pytest.mark.parametrize("rows", [40, 1000], ids=["three chunks", "one chunk"])
 @pytest.mark.parametrize("name, tied", [("llama", False), ("llama", True), ("gemma2", True), ("phi", False)])
 def test_gradients_equal_autograd(name: str, tied: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every tensor over micro-batches with different numbers of questions, to 1e-6; phi's head has a bias."""
     monkeypatch.setattr(layout_module, "CHUNK_ROWS", rows)
     batches = [candidate_batch([2, 3], 1), candidate_batch([2], 2), candidate_batch([4, 2, 2], 3)]
     model = load(name, tie_word_embeddings=tied)

@@ -212,14 +212,6 @@ def test_a_model_with_few_positions_keeps_its_rows() -> None:
     ZO(model, lr=1e-3, seed=3).step(ragged())
 
 
-def test_evaluation_keeps_its_rows() -> None:
-    model = load("llama")
-    (sent,) = model.send([ragged()], shares=True)
-    assert not sent.packed
-    nll, count = model.nll(candidate_batch([2, 3]))
-    assert nll.shape == count.shape == (5,)
-
-
 @pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 3}, {"estimator": "fzoo", "directions": 3}])
 def test_streamed_equals_resident(options: dict) -> None:
 

@@ -133,7 +133,6 @@ def test_a_page_crosses_once_a_sweep() -> None:
 
 @given(st.integers(1, 6), st.booleans())
 def test_what_has_not_left_does_not_cross_again(slots: int, changes: bool) -> None:
-    """Forward and back: the pages that lie in the slots at the turn, and at the next start, are uploaded once."""
     engine, there = make(slot_count=slots), [1, 2, 3, 4, 5]
     for _ in range(3):
         before = engine.bytes_up
@@ -154,7 +153,6 @@ def test_what_has_not_left_does_not_cross_again(slots: int, changes: bool) -> No
 
 @given(st.integers(1, 6), st.integers(0, 2), st.integers(1, 2))
 def test_what_a_gate_rewrites_is_never_taken_for_intact(slots: int, before: int, during: int) -> None:
-    """Its homes change without the engine: every visit sees them as they are, also once the gate is gone."""
     engine, order = make(slot_count=slots), [1, 2, 3]
 
     class Rewriting:
@@ -238,7 +236,6 @@ class Watch:
 
 
 def test_a_watch_is_told_around_every_change_of_a_home() -> None:
-    """Before a resident page is handed out to be changed, or a streamed one comes home, and after; not for reading."""
     homes = [torch.zeros(4), torch.zeros(4)]
     engine = Engine(homes, {1}, CPU)
     engine.watch = watch = Watch(homes)

@@ -50,7 +50,6 @@ def test_a_share_is_the_waits_over_the_whole(stalls: Stalls) -> None:
 
 
 def test_sweeps_are_told_in_order_and_apart(stalls: Stalls) -> None:
-    """One after the other as they get done; what broke off at once, or has another name, is not mixed in or kept."""
     sweep(stalls, [])
     sweep(stalls, [10.0, 10.0])
     Clock.passed_ms = Clock.now_ms

@@ -12,8 +12,6 @@ WAIT_S = 20
 
 
 class Event:
-    """Stands in for a CUDA event."""
-
     def __init__(self) -> None:
         self.happened = threading.Event()
         self.waited_by: str | None = None
@@ -51,7 +49,6 @@ def test_a_page_is_ready_when_all_its_jobs_are_done(pool: Workers) -> None:
 
 
 def test_the_most_urgent_job_that_may_start_is_next(pool: Workers) -> None:
-    """What is needed first is done first; a job whose event has not happened holds nobody up."""
     begin, late, order = Event(), Event(), []
     pool.submit(lambda: None, after=begin)
     while begin.waited_by is None:
@@ -72,7 +69,6 @@ def test_the_first_error_stops_the_caller_with_its_cause(call: str) -> None:
     pool, ran = Workers(threads=1), []
     gate = Event()
     pool.submit(lambda: None, after=gate)
-
     pool.submit(fail, page=1, urgency=1)
     pool.submit(lambda: ran.append(1), page=2, urgency=2)
     gate.happened.set()
@@ -87,7 +83,6 @@ def test_the_first_error_stops_the_caller_with_its_cause(call: str) -> None:
 
 def test_a_caller_that_waits_already_is_woken_by_the_error(pool: Workers) -> None:
     gate = Event()
-
     pool.submit(fail, page=0, after=gate)
     pool.submit(lambda: None, page=1, urgency=1, after=gate)
     threading.Timer(0.05, gate.happened.set).start()
@@ -144,7 +139,6 @@ def pair() -> Workers:
 
 
 def test_the_helper_takes_jobs_that_can_be_done_on_the_device(pair: Workers) -> None:
-    """While the worker is held up, the helper does what it can, and the page is ready when its end was waited for."""
     gate, end, done = threading.Event(), threading.Event(), []
     pair.submit(lambda: gate.wait(WAIT_S), page=0)
     for page in (1, 2):

@@ -12,14 +12,16 @@ from keyhole.ops import backend
 from tests.ops.interpreted import replaced_once  # noqa: F401
 
 
-@pytest.fixture
-def kernel_device() -> torch.device:
-    """A device the kernels can run on."""
+def kernel_device_or_skip() -> torch.device:
+    """A device the kernels can run on. For hypothesis, which does not like fixtures."""
     if backend.TRITON_MISSING:
         pytest.skip("needs Triton")
-    if backend.INTERPRETED:
-        return torch.device("cpu")
-    return cuda_device()
+    return torch.device("cpu") if backend.INTERPRETED else cuda_device()
+
+
+@pytest.fixture
+def kernel_device() -> torch.device:
+    return kernel_device_or_skip()
 
 
 @pytest.fixture

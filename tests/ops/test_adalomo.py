@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.ops import backend
 from keyhole.ops.adalomo import adalomo_state, adalomo_update_
 from keyhole.ops.backend import force
 from keyhole.ops.rounding.store import ALL_ROUNDINGS
+from tests.ops.conftest import kernel_device_or_skip
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -119,9 +119,7 @@ def test_reference_is_the_published_rule(shape: tuple[int, ...]) -> None:
 def test_kernel_equals_reference(
     shape: tuple[int, ...], dtype: torch.dtype, rounding: str, poison: bool, offset: int
 ) -> None:
-    if backend.TRITON_MISSING or not (backend.INTERPRETED or torch.cuda.is_available()):
-        pytest.skip("needs Triton, interpreted or on a GPU")
-    device = torch.device("cpu" if backend.INTERPRETED else "cuda")
+    device = kernel_device_or_skip()
     with force("kernel"):
         made = run(shape, dtype, rounding, device, offset=offset, poison=poison)
     with force("reference"):
@@ -141,7 +139,6 @@ def test_bad_gradient_leaves_the_tensor(kernel_device: torch.device, choice: str
 
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 def test_stack_is_factored_by_matrix_and_normalised_as_one(kernel_device: torch.device, choice: str) -> None:
-    """Experts [E, R, C] keep factors of their own but share rms(u) and rms(w)."""
     generator = torch.Generator().manual_seed(1)
     w, grad = torch.randn(2, 3, 20, 30, generator=generator).to(kernel_device)
     stacked, state = w.clone(), adalomo_state(w.shape, kernel_device)

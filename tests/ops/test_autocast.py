@@ -11,15 +11,12 @@ from tests.model.decoders import batch, config
 
 
 def test_it_is_off_inside_and_on_again_afterwards() -> None:
-    """Also after an error; where it was off, it stays off."""
+    """Also after an error."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with pytest.raises(KeyError), without_autocast():
             assert not torch.is_autocast_enabled("cpu")
             raise KeyError
         assert torch.is_autocast_enabled("cpu")
-    with without_autocast():
-        assert not torch.is_autocast_enabled("cpu")
-    assert not torch.is_autocast_enabled("cpu")
 
 
 @in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "adamw", "lora"))

@@ -7,12 +7,9 @@ from keyhole import ops
 from keyhole.ops import backend
 
 
-def test_cpu_tensors_use_the_reference() -> None:
+def test_cpu_tensors_use_the_reference_but_where_a_kernel_is_forced() -> None:
     assert not backend.use_kernel(torch.device("cpu"))
     assert backend.use_kernel(torch.device("cuda")) == (not backend.TRITON_MISSING)
-
-
-def test_force_is_undone_even_after_an_error() -> None:
     with pytest.raises(KeyError), backend.force("kernel"):
         assert backend.use_kernel(torch.device("cpu"))
         raise KeyError

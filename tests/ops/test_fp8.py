@@ -28,14 +28,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def encode(
     w: torch.Tensor, rounding: str = "nearest", *, offset: int = 0, seed: int = 5, step: int = 3
 ) -> torch.Tensor:
-    """The packed form of w."""
     packed = torch.full((fp8.packed_bytes(w.numel()),), 0xEE, dtype=torch.uint8, device=w.device)
     fp8.fp8_encode_(w, packed, offset=offset, seed=seed, step=step, rounding=rounding)
     return packed
 
 
 def decode(packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The weights of a packed tensor."""
     out = torch.full((packed.numel() // 65 * 64,), 7.0, dtype=dtype, device=packed.device)
     fp8.fp8_decode(packed, out)
     return out
@@ -71,7 +69,6 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_every_code_and_exponent_decodes_to_its_definition() -> None:
-    """All codes under all exponents the encoder writes: PyTorch's reading of the code, times 2^(k - 127)."""
     k = torch.arange(248)
     packed = torch.cat((EVERY_CODE.repeat(248), k.to(torch.uint8).repeat_interleave(4)))
     value = EVERY_CODE.view(torch.float8_e4m3fn).double().repeat(248)
@@ -84,7 +81,6 @@ def test_every_code_and_exponent_decodes_to_its_definition() -> None:
 
 
 def test_the_scale_is_the_smallest_that_fits() -> None:
-    """amax <= 448 * 2^(k - 127), and half of that scale would not do, also where amax is close to 448 * 2^j."""
     edges = 448 * 2.0 ** torch.arange(-126.0, 119.0)
     edges = torch.cat((edges, edges.nextafter(torch.tensor(INF)), edges.nextafter(torch.tensor(0.0))))
     amax = torch.cat((edges, torch.tensor([1e-45, 2.0**-126, 2.0**-119, 1.0, TOP]), samples(500)[::64].abs()))
@@ -127,7 +123,6 @@ def test_stochastic_rounding_turns_at_the_last_bit(device: torch.device, code: i
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_what_codes_can_hold_is_unchanged(rounding: str) -> None:
-    """Decoded values encode to themselves under a new draw; after once more their bytes stay too."""
     once = decode(encode(samples(300), rounding))
     once = torch.where(once.isinf(), 0.0, once)  # TOP, rounded up
     assert same(decode(encode(once, rounding, step=4)), once)
@@ -164,7 +159,6 @@ groups = st.lists(st.one_of(st.sampled_from(ODD), st.floats(width=32)), min_size
 @settings(max_examples=150)
 @given(groups, st.sampled_from(["nearest", "stochastic"]))
 def test_any_group_comes_back_within_a_step(values: list[float], rounding: str) -> None:
-    """Whatever the 64 floats: off by half a step at most (stochastic: less than one); signs and zeros stay."""
     w = torch.tensor(values + [0.0] * (64 - len(values)))
     packed = encode(w, rounding)
     back, scale = decode(packed).double(), 2.0 ** (packed[64].item() - 127)
@@ -179,7 +173,6 @@ def test_any_group_comes_back_within_a_step(values: list[float], rounding: str) 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_pieces_encode_like_the_whole(rounding: str) -> None:
-    """Cut between any groups, across tiles and the reference's chunks, an element keeps its code and scale."""
     groups, offset = 4096 + 700, 8192 * 31 + 64 * 3
     w = samples(groups)
     codes, k = split(encode(w, rounding, offset=offset))
@@ -221,7 +214,6 @@ def test_kernel_decodes_like_the_reference(kernel_device: torch.device, dtype: t
 
 
 def test_a_large_tensor_on_the_gpu(cuda: torch.device) -> None:
-    """300 million elements: every group of the packed form is the reference's, sampled across the tensor."""
     n, offset = 300_000_000 // 64 * 64, 64 * 77
     w = torch.randn(n, device=cuda) * 0.02
     packed = encode(w, "stochastic", offset=offset)

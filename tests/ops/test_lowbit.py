@@ -41,7 +41,6 @@ def unpack(codes: torch.Tensor, scales: torch.Tensor, grid: Grid, dtype: torch.d
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_kernel_and_reference_give_the_same_bits(grid: Grid, kernel_device: torch.device) -> None:
-    """Codes, scales and unpacked weights in every dtype, of a number of groups that fills no whole program."""
     w = samples(71, grid.group)
     with force("reference"):
         codes, scales = pack(w, grid)
@@ -79,7 +78,6 @@ def test_a_grid_with_offsets_means_s_q_plus_m(grid: Grid, kernel_device: torch.d
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_every_weight_goes_to_the_nearest_level(grid: Grid) -> None:
-    """Of the 16 or 255 numbers that its group can hold, none is nearer; and the bytes are those that were promised."""
     w = samples(71, grid.group)
     codes, scales = pack(w, grid)
     levels_L = LEVELS[grid.name].double()

@@ -10,6 +10,7 @@ from keyhole.ops.rounding.bits import bits_at_reference
 from keyhole.ops.rounding.round import stochastic_round_reference
 from keyhole.ops.rounding.store import ALL_ROUNDINGS
 from keyhole.ops.sgd import sgd_update_, sum_squares_
+from tests.ops.conftest import kernel_device_or_skip
 
 SEED, STEP = 0xDEADBEEFCAFEBABE, 4_000_000_000
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,7 +47,6 @@ def assert_same(made: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_equals_torch_sgd_bit_for_bit(weight_decay: float) -> None:
-    """In float32 on the CPU, over 20 steps of changing lr, nothing but torch.optim.SGD's own bits."""
     generator = torch.Generator().manual_seed(0)
     ours = torch.randn(37, 131, generator=generator)
     theirs = torch.nn.Parameter(ours.clone())
@@ -120,18 +120,8 @@ def test_kernel_equals_reference(
         assert_same(made, run(w, grad, **same))
 
 
-def kernel_device_or_skip() -> torch.device:
-    """Like the fixture of that name, for hypothesis, which does not like fixtures."""
-    from keyhole.ops import backend
-
-    if backend.TRITON_MISSING or not (backend.INTERPRETED or torch.cuda.is_available()):
-        pytest.skip("needs Triton, interpreted or on a GPU")
-    return torch.device("cpu" if backend.INTERPRETED else "cuda")
-
-
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 def test_bad_gradients_leave_their_weights(kernel_device: torch.device, choice: str) -> None:
-    """inf and nan, in the gradient or made by the scale, set the flag and move nothing; the others move."""
     grad = torch.tensor([1.0, float("inf"), float("nan"), 3e38, -2.0], device=kernel_device)
     w, c = torch.ones(5, device=kernel_device), torch.full((5,), 0.25, device=kernel_device)
     bad = torch.zeros((), dtype=torch.int32, device=kernel_device)
@@ -144,7 +134,6 @@ def test_bad_gradients_leave_their_weights(kernel_device: torch.device, choice: 
 
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 def test_sum_of_squares_alone_is_the_one_of_the_update(kernel_device: torch.device, choice: str) -> None:
-    """Both ops add the same bits, to what is there, twice the same; neither needs the other."""
     w, grad = tensors(30_000, torch.bfloat16, torch.bfloat16)
     w, grad = w.to(kernel_device), grad.to(kernel_device)
     scale = torch.tensor(0.37, device=kernel_device)
@@ -175,7 +164,6 @@ def test_gpu_equals_cpu_on_millions(cuda: torch.device, dtype: torch.dtype, roun
 
 @pytest.mark.gpu
 def test_gpu_tensor_of_more_than_2_31_elements(cuda: torch.device) -> None:
-    """Positions beyond 32 bits are right at both ends, and all changes and squares are counted."""
     n = (1 << 31) + 40_000
     w, grad = (torch.ones(n, dtype=torch.bfloat16, device=cuda) for _ in range(2))
     changed, squares = torch.zeros((), dtype=torch.int64, device=cuda), torch.zeros((), device=cuda)

@@ -42,7 +42,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_a_mask_is_removed_where_there_was_none(no_gpu: None, masks: list[Any], family: str) -> None:
-    """A causal mask of four dimensions, as Transformers makes it during a capture; after the context it stays."""
     model = load(family)
     ids = batch(ROWS, LENGTH)["input_ids"]
     with noted(model.blocks) as without:
@@ -111,14 +110,6 @@ def test_recorded_steps_attend_like_eager_ones(
         method.flush()
     assert masks and all((mask is None) == causal for mask in masks)
     assert losses[True] == losses[False]
-
-
-def test_without_streams_everything_stays_where_it_is() -> None:
-    branches = Branches()
-    branches.fork(0, 0)
-    branches.fork(0, 1)
-    branches.join()
-    assert branches.of_passes([[range(2), range(2, 4)]]) == {} and not branches.forked
 
 
 @pytest.mark.gpu

@@ -36,8 +36,6 @@ def test_weights_are_copied_only_into_another_dtype(wire: str) -> None:
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wire_format_of_its_own(wire: str, dtype: str, tmp_path: Path) -> None:
-    """Stored and moved in another format than computed in: streamed, cut and resident are one model, which saves as
-    the weights that it computes with."""
     one, options = batch(), {"wire": wire, "dtype": dtype}
     resident, other = load(**options), load(placement="stream", **options)
     nll_B = resident.nll(one)[0]

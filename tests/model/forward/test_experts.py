@@ -1,5 +1,6 @@
 """Experts as units of their own: the bits of the resident model, the numbers of Transformers, and less traffic."""
 
+import functools
 import random
 
 import pytest
@@ -13,7 +14,7 @@ from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.structure.skeleton import build
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config, hf_nll, load
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed
 
 FAMILIES = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]
 
@@ -79,17 +80,12 @@ def test_streamed_experts_equal_resident_ones(name: str, request: pytest.Fixture
     [("mixtral", "bfloat16", 2), ("qwen2_moe", "float32", 1), ("gpt_oss", "float32", 1), ("deepseek_v3", "float32", 1)],
 )
 def test_zo_with_streamed_experts(name: str, dtype: str, directions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several steps on few tokens, so that experts are missed, and fetched for the updates that they are owed: losses
-    and weights of the resident run to the bit."""
     monkeypatch.setattr(write_back, "UNMET", 2)
     resident = load(name, dtype=dtype)
     other = streamed(resident, 1, chaos=random.Random(1))
-    pair = [ZO(model, lr=1e-2, directions=directions, weight_decay=0.1) for model in (resident, other)]
-    for i in range(3):
-        steps = [zo.step([batch(1, 2, seed=i), batch(1, 3, seed=9 + i)]) for zo in pair]
-        assert torch.equal(*steps)
-    for (_, mine), (_, theirs) in zip(resident.named_tensors(), other.named_tensors(), strict=True):
-        assert torch.equal(mine, theirs)
+    steps = [[batch(1, 2, seed=i), batch(1, 3, seed=9 + i)] for i in range(3)]
+    make = functools.partial(ZO, lr=1e-2, directions=directions, weight_decay=0.1)
+    assert_trained_alike([resident, other], make, steps)
 
 
 @pytest.mark.usefixtures("small_stacks")
@@ -112,8 +108,6 @@ def test_zo_leaves_experts_that_nobody_met_at_home() -> None:
 
 @pytest.mark.usefixtures("small_stacks")
 def test_only_experts_that_tokens_met_cross_the_link() -> None:
-    """One token meets two experts of each block: the others stay at home. Passes that meet different experts have each
-    of them brought in once."""
     model = streamed(load("mixtral"), 1)
     units, blocks = model.layout.units, model.layout.block_count
     model.nll([batch(1, 4, seed=seed) for seed in range(3)])

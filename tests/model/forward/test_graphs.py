@@ -86,8 +86,6 @@ class Recorder(TorchDispatchMode):
 
 
 class Stream:
-    """A CUDA stream on the CPU."""
-
     def __init__(self, device: torch.device) -> None:
         pass
 
@@ -134,7 +132,6 @@ def outputs_of_every_block(model: keyhole.Model) -> tuple[list[list[torch.Tensor
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_a_block_returned_stays(device: str, request: pytest.FixtureRequest) -> None:
-    """The hidden states of all layers, read when the model has run: no later block has overwritten them."""
     if device == "cpu":
         request.getfixturevalue("pretended")
     elif not torch.cuda.is_available():
@@ -150,7 +147,6 @@ def test_what_a_block_returned_stays(device: str, request: pytest.FixtureRequest
 
 @pytest.mark.usefixtures("pretended")
 def test_blocks_with_factors_have_graphs_of_their_own() -> None:
-    """Where layers add factors to the weights at home: one graph per block, over the ends of periods, the same bits."""
     losses = []
     for model in (load("llama", graphs=False, device="cpu"), graphed(device="cpu")):
         opt = keyhole.ZO(model, 1e-2, eps=EPS, rank=2, refresh=4)

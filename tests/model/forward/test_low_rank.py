@@ -44,8 +44,6 @@ def test_one_pass_for_all_looks_equals_a_pass_each(name: str, dtype: str) -> Non
 @in_every_run(lambda name: name == "opt")
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_kernels_streamed_equal_resident(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted: cut to single matrices, slots poisoned, the same losses and weights to the bit; and those of the
-    references up to rounding."""
     small = [batch(rows=2, length=PROMPT + 1)]
     resident, cut = load(name), streamed(load(name), max_unit_numel=1, slot_count=2, chaos=random.Random(1))
     expected = train(load(name), 2, small, **LOW)

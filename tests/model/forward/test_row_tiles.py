@@ -16,7 +16,7 @@ from keyhole.model.structure.skeleton import build
 from keyhole.plan import fit
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config, load
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed
 
 FAMILIES = ["opt", "llama", "qwen2", "phi", "gptj", "mixtral", "gemma2", "bloom"]
 
@@ -74,15 +74,8 @@ def test_streamed_tiles_equal_resident_ones(name: str, request: pytest.FixtureRe
 def test_training_in_tiles(name: str, dtype: str) -> None:
     resident = load(name, dtype=dtype)
     other = streamed(resident, 1, slot_count=2, chaos=random.Random(1))
-    batches = [batch(2, 8, seed=1), batch(1, 5, seed=2)]
-    losses = []
-    for model in (resident, other):
-        method = ZO(model, 1e-3, directions=2, weight_decay=0.01)
-        losses.append(torch.stack([method.step(batches) for _ in range(3)]))
-        method.flush()
-    assert torch.equal(*losses) and losses[0].isfinite().all()
-    for (a, mine), (b, theirs) in zip(resident.named_tensors(), other.named_tensors(), strict=True):
-        assert a == b and torch.equal(mine, theirs), a
+    steps = [[batch(2, 8, seed=1), batch(1, 5, seed=2)]] * 3
+    assert_trained_alike([resident, other], lambda model: ZO(model, 1e-3, directions=2, weight_decay=0.01), steps)
 
 
 @pytest.mark.parametrize("wire", [None, "bf16", "fp8"])
@@ -108,8 +101,6 @@ def test_a_budget_that_only_tiles_fit(wire: str | None, tmp_path: Path, request:
 
 @pytest.mark.usefixtures("small_tiles")
 def test_with_gradients_matrices_are_whole() -> None:
-    """A resident model gives the gradients of the ordinary one; methods that take gradients get no tiles to stream, and
-    a model that has them says so instead of computing nonsense."""
     model, one = load("opt"), batch()
     with torch.enable_grad():
         model.module(**one).loss.backward()
@@ -135,11 +126,4 @@ def test_tiles_on_a_gpu(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) 
     resident = keyhole.load(config(name), **options)
     other = keyhole.load(config(name), placement="stream", chaos=random.Random(2), **options)
     assert any(unit.rows for unit in other.layout.of_kind("block"))
-    losses = []
-    for model in (resident, other):
-        method = ZO(model, 1e-3)
-        losses.append(torch.stack([method.step(batch(2, 8)) for _ in range(3)]))
-        method.flush()
-    assert torch.equal(*losses)
-    for (_, mine), (_, theirs) in zip(resident.named_tensors(), other.named_tensors(), strict=True):
-        assert torch.equal(mine.cpu(), theirs.cpu())
+    assert_trained_alike([resident, other], lambda model: ZO(model, 1e-3), [[batch(2, 8)]] * 3)

@@ -109,7 +109,6 @@ def test_what_is_not_finite_is_refused(tiny_model: Path, tmp_path: Path) -> None
 
 
 def test_what_is_saved_is_the_unpacked_model(tmp_path: Path) -> None:
-    """An ordinary directory: Transformers computes what the packed model does."""
     from transformers import AutoModelForCausalLM
 
     model = load()

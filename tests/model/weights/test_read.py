@@ -31,7 +31,6 @@ def said(directory: Path) -> list[str]:
 
 
 def test_what_is_left_out_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    """A tensor of nobody; a config with a layer less than the files. Not: tables that every model computes."""
     assert said(tiny_model) == []
     assert said(altered(tiny_model, tmp_path / "t", {"model.rotary_emb.inv_freq": torch.ones(4)})) == []
     (line,) = said(altered(tiny_model, tmp_path / "e", {"extra.weight": torch.ones(3)}))
@@ -124,7 +123,6 @@ def test_what_agrees_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_matrices_are_normal_and_differ(pooled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mean 0, std as the config says, no two matrices equal, vectors as the model's own code makes them."""
     if pooled:  # as tens of billions of parameters on a CPU are filled
         monkeypatch.setattr(read, "POOLED_NUMEL", 0)
         monkeypatch.setattr(read, "CHUNK", 1 << 10)

@@ -24,15 +24,6 @@ def names(path: Path) -> set[str]:
     return {file.name for file in path.iterdir()}
 
 
-def test_round_trip_through_transformers(model: keyhole.Model, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "out")
-    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
-    ours = dict(model.named_tensors())
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == model.tokenizer.chat_template
-
-
 def test_saving_beside_other_files_replaces_only_the_model(
     model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,7 +47,6 @@ def test_a_file_where_the_model_should_go_is_kept(model: keyhole.Model, tmp_path
 
 
 def test_saving_keeps_the_users_own_weights(model: keyhole.Model, tmp_path: Path) -> None:
-    """Only weights of an older save go: its own two kinds of names, and what its index lists inside the directory."""
     old = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "weights-a.safetensors"]
     mine = ["model_ema.safetensors", "model-before.safetensors", "model-1-of-2.safetensors", "other.safetensors"]
     out = tmp_path / "out"
@@ -136,8 +126,10 @@ def test_the_files_that_transformers_would_write(
     assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in small)
     mine, yours = ({k: v for f in p.glob("*.safetensors") for k, v in load_file(f).items()} for p in (ours, theirs))
     assert mine.keys() == yours.keys() and all(torch.equal(mine[name], yours[name]) for name in mine)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in model.named_tensors())
     assert ((ours / hf.INDEX).exists()) == (limit_bytes < 10**6)
     AutoModelForCausalLM.from_pretrained(ours)
+    assert AutoTokenizer.from_pretrained(ours).chat_template == model.tokenizer.chat_template
 
 
 def test_publish_links_weights_and_copies_the_rest(model: keyhole.Model, tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ def test_parts_have_the_bits_of_the_whole() -> None:
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    """Moves far below the grid of bfloat16 show in the mean; by nearest they are lost."""
     means = {}
     for rounding in ("stochastic", "nearest"):
         w = torch.ones(512, 256, dtype=torch.bfloat16)

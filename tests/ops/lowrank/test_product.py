@@ -11,7 +11,6 @@ from keyhole.ops.lowrank.product import narrow, widen
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 3, 20])
 def test_equals_the_dense_product(kernel_device: torch.device, choice: str, dtype: torch.dtype, rank: int) -> None:
-    """Each pass has its own factor and bias; shapes that no tile divides, factors that lie apart."""
     draw = torch.Generator().manual_seed(rank)
     x = torch.randn(2 * 19, 70, generator=draw).to(kernel_device, dtype)
     v = torch.randn(rank, 70, generator=draw).to(kernel_device, dtype)

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.ops import backend
 from keyhole.ops.backend import force
 from keyhole.ops.lsp.compress import compress
 from keyhole.ops.lsp.projector import KINDS, random_projector
+from tests.ops.conftest import kernel_device_or_skip
 
 
 @settings(max_examples=10)
@@ -24,10 +24,7 @@ from keyhole.ops.lsp.projector import KINDS, random_projector
 def test_equals_the_dense_product(
     kind: str, tokens: int, rows: int, d: int, r: int, dtype: torch.dtype, kernel: bool
 ) -> None:
-    """Any kind, shape and dtype: x times the matrix with its zeros, also when x is a slice of something wider."""
-    if kernel and (backend.TRITON_MISSING or not (backend.INTERPRETED or torch.cuda.is_available())):
-        pytest.skip("needs Triton, interpreted or on a GPU")
-    device = "cuda" if kernel and not backend.INTERPRETED else "cpu"
+    device = kernel_device_or_skip().type if kernel else "cpu"
     p = random_projector(kind, rows, d, r, seed=tokens, device=device)
     x_TR = torch.randn(tokens, rows + 3, generator=torch.Generator().manual_seed(rows)).to(dtype).to(device)[:, :rows]
     with force("kernel" if kernel else "reference"):
@@ -44,7 +41,6 @@ def test_equals_the_dense_product(
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("rows, d, r", [(4096, 512, 4), (11_008, 2048, 4), (4096, 2048, 16)])
 def test_gpu_on_a_real_layer(cuda: torch.device, kind: str, rows: int, d: int, r: int) -> None:
-    """4096 tokens of bfloat16 through real shapes: the dense product, and twice the same bits."""
     p = random_projector(kind, rows, d, r, seed=0, device=cuda)
     x_TR = torch.randn(4096, rows, device=cuda).bfloat16()
     made = compress(x_TR, p, torch.float32)

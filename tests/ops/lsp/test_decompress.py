@@ -5,7 +5,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keyhole.ops import backend
 from keyhole.ops.backend import force
 from keyhole.ops.lsp import blocks
 from keyhole.ops.lsp.compress import compress
@@ -13,6 +12,7 @@ from keyhole.ops.lsp.decompress import decompress_add_
 from keyhole.ops.lsp.projector import KINDS, Projector, identity_projector, random_projector
 from keyhole.ops.rounding.bits import bits2d_reference
 from keyhole.ops.rounding.round import stochastic_round_reference
+from tests.ops.conftest import kernel_device_or_skip
 
 SEED, STEP, OFFSET = 0xDEADBEEFCAFEBABE, 4_000_000_000, (1 << 33) + 12_347
 
@@ -39,9 +39,7 @@ def problem(
 @example(kinds=("blocks", "blocks"), m=150, n=140, d=32, r=4, kernel=True)
 def test_equals_the_dense_products(kinds: tuple[str, str], m: int, n: int, d: int, r: int, kernel: bool) -> None:
     """Any two kinds and any shape, with weight decay; for certain, more than one strip and one tile of each kernel."""
-    if kernel and (backend.TRITON_MISSING or not (backend.INTERPRETED or torch.cuda.is_available())):
-        pytest.skip("needs Triton, interpreted or on a GPU")
-    w_mn, delta_dd, p, q = problem(kinds, m, n, d, r, "cuda" if kernel and not backend.INTERPRETED else "cpu")
+    w_mn, delta_dd, p, q = problem(kinds, m, n, d, r, kernel_device_or_skip() if kernel else "cpu")
     expected = 0.9 * w_mn.double() - 0.3 * (p.dense_Rd().double() @ delta_dd.double() @ q.dense_Rd().double().T)
     with force("kernel" if kernel else "reference"):
         decompress_add_(w_mn, delta_dd, p, q, -0.3, keep=0.9)
@@ -109,7 +107,6 @@ def test_a_step_that_is_not_finite_leaves_the_weight(
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("m, n, d, r", [(4096, 4096, 2048, 4), (11_008, 4096, 512, 4), (4096, 11_008, 512, 16)])
 def test_gpu_on_a_real_layer(cuda: torch.device, kind: str, m: int, n: int, d: int, r: int) -> None:
-    """Real shapes in bfloat16: the dense result to one rounding, and twice the same bits."""
     w_mn, delta_dd, p, q = problem((kind, kind), m, n, d, r, cuda)
     w_mn = w_mn.bfloat16()
     again_mn = w_mn.clone()

@@ -22,7 +22,6 @@ def words(n: int, seed: int) -> torch.Tensor:
 
 
 def exact_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition in float64."""
     u1 = (((a.long() & 0xFFFFFFFF) >> 9).double() + 0.5) * 2**-23
     v = (b & 0x7FFFFF).double() * 2**-23
     r = (-2 * u1.log()).sqrt() * torch.where(b < 0, -1, 1)
@@ -30,7 +29,6 @@ def exact_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def test_pair_follows_the_definition() -> None:
-    """z_even and z_odd are within 1.5e-5 of the float64 Box-Muller of the same words, 2.2e-6 on average."""
     a, b = words(1 << 18, seed=0), words(1 << 18, seed=1).flip(0)
     for z, exact in zip(gaussian_pair_reference(a, b), exact_pair(a, b), strict=True):
         assert (z.double() - exact).abs().max() < 1.5e-5
@@ -47,7 +45,6 @@ def _pair_kernel(a_ptr, b_ptr, even_ptr, odd_ptr, BLOCK: tl.constexpr):
 
 
 def kernel_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By kernel, on the device of the words."""
     even, odd = (torch.empty_like(a, dtype=torch.float32) for _ in range(2))
     _pair_kernel[(a.numel() // 1024,)](a, b, even, odd, BLOCK=1024, enable_fp_fusion=False)
     return even, odd

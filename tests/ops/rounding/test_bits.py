@@ -36,7 +36,6 @@ def bits2d(m: int, n: int, offset: int = OFFSET) -> torch.Tensor:
 
 
 def test_those_of_a_matrix_follow_theirs() -> None:
-    """Single elements by the formula at the top of the file; the number of rows does not matter."""
     made = bits2d(300, 70)
     for i, j in [(0, 0), (17, 3), (127, 69), (128, 5), (299, 33)]:
         group, lane = OFFSET + (i // 128 * 16 + i % 16) * 70 + j, i // 16 % 8

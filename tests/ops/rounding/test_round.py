@@ -12,7 +12,6 @@ INF = float("inf")
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:
-    """All 65536 patterns of a 16-bit type."""
     return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
 
 
@@ -65,7 +64,6 @@ def _round_kernel(x_ptr, bits_ptr, stochastic_ptr, nearest_ptr, BLOCK: tl.conste
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter, about inf
 @pytest.mark.parametrize("dtype", HALVES)
 def test_kernel_equals_reference(kernel_device: torch.device, dtype: torch.dtype) -> None:
-    """Both roundings agree with the reference and with PyTorch over all magnitudes, ties and specials."""
     generator = torch.Generator().manual_seed(0)
     n = 8192
     x = torch.randint(-(1 << 31), 1 << 31, (n,), generator=generator).to(torch.int32).view(torch.float32)

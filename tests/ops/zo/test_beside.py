@@ -63,7 +63,6 @@ def of_rows(flat: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("op", [by_flat, by_packed, by_rows])
 def test_the_second_output(op: Callable, beside: str, distribution: str) -> None:
-    """From the weights after the update: the definition, bit for bit; kernel and reference agree."""
     with force("reference"):
         w, plus, minus = op(beside, distribution)
     where = {"offset": OFFSET, "seed": SEED, "step": STEP, "distribution": distribution}

@@ -16,7 +16,7 @@ SEED, UPDATE_STEP, STEP, EPS = 0xDEADBEEFCAFEBABE, 4_000_000_000, 4_000_000_001,
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # dtype, dtype of plus and minus, directions, distribution, rounding, weight decay, offset, size.
-# Together: every dtype, flag and kind of edge (aligned, ragged tail, odd, inside a tile, over two and three).
+# Together: every dtype, flag and kind of edge (aligned, ragged tail, odd, inside a tile, over two and three, nothing).
 CASES = [
     (torch.bfloat16, torch.bfloat16, 1, "gaussian", "stochastic", 0.0, 8192 * 3, 8192),
     (torch.bfloat16, torch.bfloat16, 4, "rademacher", "stochastic", 0.1, (1 << 33) + 12_347, 4100),
@@ -27,6 +27,7 @@ CASES = [
     (torch.float32, torch.float32, 1, "gaussian", "nearest", 0.1, (1 << 43) + 5, 300),
     (torch.bfloat16, torch.bfloat16, 1, "gaussian", "stochastic", 0.1, 8192 * 5 - 192, 8192 + 1000),
     (torch.float16, torch.bfloat16, 1, "rademacher", "stochastic", 0.0, 8192 - 64, 8192 + 128),
+    (torch.float32, torch.float32, 1, "gaussian", "nearest", 0.0, 5, 0),
 ]
 
 
@@ -137,19 +138,10 @@ def test_pieces_equal_the_whole() -> None:
     assert_same_bits([*joined, sum(piece[3] for piece in pieces)], whole)
 
 
-def test_empty_tensors_are_fine(kernel_device: torch.device) -> None:
-    w = torch.empty(0, device=kernel_device)
-    for choice in ("reference", "kernel"):
-        with force(choice):
-            *tensors, changed = step(w, torch.float32, 1, "gaussian", "nearest", 0.0, 5, fused=True)
-        assert [t.numel() for t in tensors] == [0, 0, 0] and changed == 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", ["gaussian", "rademacher"])
 def test_gpu_equals_cpu_on_millions(cuda: torch.device, dtype: torch.dtype, distribution: str) -> None:
-    """Over two million elements beyond 2^33, with two directions, decay and a ragged tail: the CPU's bits."""
     w, settings = weights((1 << 21) + 3, dtype), (torch.bfloat16, 2, distribution, "stochastic", 0.1)
     for offset in ((1 << 33) + 8, (1 << 33) + 4099):
         made = step(w.to(cuda), *settings, offset, fused=True)
@@ -176,7 +168,6 @@ def test_gpu_tensor_of_more_than_2_31_elements(cuda: torch.device) -> None:
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]])
 def test_steps_may_be_on_the_device(kernel_device: torch.device, case: tuple, choice: str) -> None:
-    """Both steps as numbers that a kernel reads: update and perturbation, an update alone, a perturbation alone."""
     dtype, out_dtype, q, distribution, rounding, decay, offset, n = case
     coef = coefficients(q).to(kernel_device)
     on_host = ZOStep(offset, SEED, distribution, coef, UPDATE_STEP, decay, rounding, None, EPS, STEP)

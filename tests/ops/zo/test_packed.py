@@ -52,7 +52,6 @@ def run(choice: str, n: int, offset: int, device: str, dtype: torch.dtype, case:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("n, offset", [(64, 0), (8192 + 1024 + 64, 4096 - 192), (640, 2**33 + 64)])
 def test_the_kernel_is_the_reference(n: int, offset: int, case: str, device: str) -> None:
-    """Codes, scales, both copies and the count; nothing is written beside the tensor."""
     dtype = torch.float32 if case == "signs" else torch.bfloat16
     kernel, reference = (run(c, n, offset, device, dtype, CASES[case]) for c in ("kernel", "reference"))
     assert torch.equal(kernel[0], reference[0])

@@ -31,12 +31,16 @@ def setup(case: tuple, device: torch.device) -> tuple[torch.Tensor, torch.Tensor
     return table_VH.to(device), ids_T.to(device), replace(update, eps=1e-3, step=STEP, direction=1)
 
 
+ELSE = [(CASES[0], how_else) for how_else in ("first", "device", "no rows")]
+
+
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
-@pytest.mark.parametrize("case, how_else", [*((case, "") for case in CASES), (CASES[0], "first"), (CASES[0], "device")])
+@pytest.mark.parametrize("case, how_else", [*((case, "") for case in CASES), *ELSE])
 def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, how_else: str, choice: str) -> None:
     """Rows updated and perturbed on the fly are the rows of the reference's table; also in the first step, which
     has no update, and with both steps as numbers that a kernel reads."""
     table_VH, ids_T, how = setup(case, kernel_device)
+    ids_T = ids_T[:0] if how_else == "no rows" else ids_T
     how = read = replace(how, coef=None) if how_else == "first" else how
     if how_else == "device":
         there = [torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (UPDATE_STEP, STEP)]
@@ -52,18 +56,9 @@ def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, how
     assert torch.equal(minus_TH, minus_VH[ids_T])
 
 
-def test_no_rows_are_fine(kernel_device: torch.device) -> None:
-    table_VH, ids_T, how = setup(CASES[0], kernel_device)
-    for choice in ("reference", "kernel"):
-        with force(choice):
-            made = zo_rows(table_VH[:0], ids_T[:0], how)
-            assert [rows_TH.shape for rows_TH in made] == [(0, 64), (0, 64)]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gpu_equals_cpu_on_a_real_table(cuda: torch.device, dtype: torch.dtype) -> None:
-    """2048 rows of a table of 50,000 x 768 at an odd base beyond 2^33: the CPU's bits."""
     generator = torch.Generator().manual_seed(0)
     ids_T = torch.randint(0, 50_000, (2048,), generator=generator)
     rows_TH = torch.randn(2048, 768, generator=generator).to(dtype)
