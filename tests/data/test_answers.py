@@ -371,7 +371,3 @@ def test_each_character_belongs_to_a_message() -> None:
     assert done.text == "headAa!Ba!tail" and done.after == "tail"
     parts = [("A", 0), ("a", 1), ("!", 0), ("B", 1), ("a", 1), ("!", 1)]
     assert [(done.text[a:b], i) for a, b, i in done.segments] == parts
-
-
-def test_the_date_is_the_one_it_is_given() -> None:
-    assert Program("{{ strftime_now('%d %b %Y') }}", DAY).render([], {}).text == "04 Mar 2025"

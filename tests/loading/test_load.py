@@ -18,7 +18,6 @@ from keyhole.loading import choose_device
 from keyhole.methods import CLASSES
 from keyhole.model.structure import source
 from keyhole.model.structure.source import find_directory
-from keyhole.plan.dtype import choose_dtype
 from tests.model.decoders import LAYERS, batch, config
 
 
@@ -348,8 +347,6 @@ def test_wrong_arguments() -> None:
         keyhole.load(config("llama"), init="random", device="cpu", placement="gpu")
     with pytest.raises(UserError, match="gpu_memory: 8 is not a size with its unit, such as 8GiB"):
         keyhole.load(config("llama"), init="random", device="cpu", gpu_memory=8)
-    with pytest.raises(UserError, match="float32, bfloat16, float16"):
-        choose_dtype("fp16", None)
     with pytest.raises(UserError, match="use cpu, cuda or cuda:0"):
         choose_device("gpu")
     with pytest.raises(UserError, match="not supported"):

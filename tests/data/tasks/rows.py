@@ -6,6 +6,8 @@ The texts are made up; the shapes are those of the files: names of columns, nest
 import json
 from typing import Any, NamedTuple
 
+from keyhole.data.tasks.question import MARK
+
 
 class Case(NamedTuple):
     """Files by name with their text, each of which holds the same question, and what it must become."""
@@ -242,6 +244,7 @@ CASES: dict[str, Case] = {
     "humaneval": Case(
         {"test.jsonl": lines(HUMANEVAL), "HumanEval.jsonl": lines(HUMANEVAL)},
         "def f(x):\n", ("    return x\n",),
+        references=(f"def f(x):\n{MARK}\n\ndef check(g):\n    assert g(1) == 1\n\n\ncheck(f)\n",),
     ),
     "demo": Case(
         {

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from keyhole.data.tasks.draw import Numbers, load_task
-from keyhole.data.tasks.question import MARK
 from keyhole.data.tasks.spec import task_names
 from keyhole.errors import UserError
 from tests.data.tasks.rows import CASES
@@ -26,8 +25,7 @@ def test_both_styles_give_the_same_question(task: str, name: str, tmp_path: Path
     question = load_task(task, str(tmp_path), Numbers(), training=False)["test"].questions[0]
     assert (question.prompt, question.candidates) == (case.prompt, case.candidates)
     assert (question.answer, question.also, question.value) == (case.answer, case.also, case.value)
-    if task != "humaneval":
-        assert question.references == case.references
+    assert question.references == case.references
 
 
 def test_files_that_are_labels(tmp_path: Path) -> None:
@@ -67,10 +65,3 @@ def test_several_spellings_of_an_entity_are_right(tmp_path: Path) -> None:
     (tmp_path / "validation.jsonl").write_text(row.replace('["Bob"]', '["Bobby", "Bob", "Rob"]'))
     question = load_task("record", str(tmp_path), Numbers(), training=False)["test"].questions[0]
     assert (question.answer, question.also) == (2, (0,))
-
-
-def test_a_program_has_a_place_for_the_completion(tmp_path: Path) -> None:
-    """HumanEval's reference is the prompt, the model's text, the tests and their call."""
-    (tmp_path / "test.jsonl").write_text(CASES["humaneval"].files["test.jsonl"])
-    question = load_task("humaneval", str(tmp_path), Numbers(), training=False)["test"].questions[0]
-    assert question.references == (f"def f(x):\n{MARK}\n\ndef check(g):\n    assert g(1) == 1\n\n\ncheck(f)\n",)

@@ -55,14 +55,6 @@ def test_a_file_without_a_header(tmp_path: Path) -> None:
         rows(tmp_path / "bad.tsv", "cola")
 
 
-def test_lines_in_latin_1(tmp_path: Path) -> None:
-    """TREC's file has one question per line and is older than UTF-8."""
-    (tmp_path / "train_5500.label").write_bytes("DESC:def What is a ma\xeetre d ?\n".encode("latin-1"))
-    assert rows(tmp_path / "train_5500.label", "trec")[0] == [
-        {"line": "DESC:def What is a maître d ?", "file": "train_5500.label"}
-    ]
-
-
 HEAD = b"sentence,label\n"
 LINES = (b"a" * 999 + b"\n") * (MOST_ROW_BYTES // 1000 + 9)
 TSV = b"sentence\tlabel\n" + b"".join(f"good {i * i}\t1\n".encode() for i in range(300))
