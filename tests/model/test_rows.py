@@ -111,7 +111,6 @@ def test_batches_of_one_size_have_few_shapes(seed: int, questions: int) -> None:
 
 
 def test_what_is_not_joined() -> None:
-    """Rows without much padding, rows that would become too long, padding on the left, and a batch with positions."""
     batch = ragged()
     assert to_device(batch, CPU, shares=True, most=64).packed
     full = of_one_token([2] * 20)

@@ -42,7 +42,6 @@ def sweep(stalls: Stalls, waits_ms: list[float], name: str = "train") -> None:
 
 
 def test_a_share_is_the_waits_over_the_whole(stalls: Stalls) -> None:
-    """From before the first wait to after the last: 15 of 35 ms. Known once the GPU has passed, and told once."""
     sweep(stalls, [5.0, 0.0, 10.0])
     assert stalls.take() is None
     Clock.passed_ms = Clock.now_ms

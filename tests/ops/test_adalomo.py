@@ -166,7 +166,6 @@ def test_zero_gradient_is_no_step() -> None:
 @pytest.mark.parametrize("shape", [(4096, 1024), (8, 512, 700), (50_003,), (1, 3_000_000), (65_537 * 64, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gpu_equals_cpu_on_millions(cuda: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Large and extreme shapes, stochastic rounding: the CPU's values, and twice the same bits."""
     made = run(shape, dtype, "stochastic", cuda)
     again = run(shape, dtype, "stochastic", cuda)
     assert all(torch.equal(made[name], again[name]) for name in made)

@@ -74,7 +74,6 @@ def test_threads_change_no_bit() -> None:
 @pytest.mark.parametrize("beta1", [0.8, 0.9, 0.4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_device_has_the_hosts_bits(cuda: torch.device, dtype: torch.dtype, beta1: float, clip: float) -> None:
-    """20 steps of gradients of all sizes, weights rounded into the gradient's memory."""
     squares = squares_of_host(cuda, {})
     assert squares in SQUARES
     how = HOW | {"beta1": beta1, "clip": clip}

@@ -204,8 +204,6 @@ def alone(block: nn.Module) -> BlockGraphs:
 @pytest.mark.parametrize("kind", [Pair, Writes])
 @torch.no_grad()
 def test_inputs_that_are_handed_on_or_changed_are_seen(kind: type[nn.Module]) -> None:
-    """A second tensor from block to block, and a mask that is changed in place between two calls: the same numbers as
-    without a graph, which a block that writes into its inputs does not get."""
     torch.manual_seed(0)
     block, plain = kind(), kind()
     plain.load_state_dict(block.state_dict())

@@ -66,7 +66,6 @@ def test_matrices_of_blocks_are_on_the_grid_and_the_rest_is_untouched(name: str,
 
 
 def test_bytes_per_parameter() -> None:
-    """0.53 for 4 bits, 1.03 for 8, of matrices of true size; vectors add what they have."""
     assert [round(bytes_per_element(wire), 3) for wire in WIRES] == [1.031, 0.531, 0.531]
     model = load("llama", "int4", dtype="bfloat16")
     for unit in model.layout.of_kind("block"):

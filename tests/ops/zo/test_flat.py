@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,17 +40,9 @@ def coefficients(q: int) -> torch.Tensor:
     return torch.cat([torch.tensor([1e-2]), torch.randn(q, generator=torch.Generator().manual_seed(q))])
 
 
-def step(
-    w: torch.Tensor,
-    out_dtype: torch.dtype,
-    q: int,
-    distribution: str,
-    rounding: str,
-    decay: float,
-    offset: int,
-    fused: bool,
-) -> list[torch.Tensor]:
+def step(w: torch.Tensor, *settings: Any, fused: bool) -> list[torch.Tensor]:
     """[updated w, plus, minus, changed] on the CPU, in one pass or in two."""
+    out_dtype, q, distribution, rounding, decay, offset = settings
     w = w.clone()
     plus, minus = (torch.empty_like(w, dtype=out_dtype) for _ in range(2))
     changed = torch.zeros((), dtype=torch.int64, device=w.device)
@@ -63,10 +56,9 @@ def step(
     return [tensor.cpu() for tensor in (w, plus, minus, changed)]
 
 
-def by_the_book(
-    w: torch.Tensor, out_dtype: torch.dtype, q: int, distribution: str, rounding: str, decay: float, offset: int
-) -> list[torch.Tensor]:
+def by_the_book(w: torch.Tensor, *settings: Any) -> list[torch.Tensor]:
     """The same from the definition, with whole tensors and the noise op."""
+    out_dtype, q, distribution, rounding, decay, offset = settings
     n, coef = w.numel(), coefficients(q)
     same = dict(offset=offset, seed=SEED, distribution=distribution)
     u = coef[1] * draw_noise(n, step=UPDATE_STEP, direction=0, **same)
