@@ -188,7 +188,7 @@ def test_a_budget_goes_with_its_model() -> None:
     share, said = torch.cuda.get_per_process_memory_fraction, settings.allocator().read
     before, total = (share(device), said()), torch.cuda.get_device_properties(device).total_memory
     models = []
-    for gib in (2, 1):
+    for gib in (6, 5):  # tests before this one may hold some
         work = keyhole.Workload(method="lomo", tokens=64, passes=1)
         one = keyhole.load(config("llama"), init="random", gpu_memory=f"{gib}GiB", workload=work, device=device)
         keyhole.LOMO(one, 1e-3).step(batch())
@@ -197,7 +197,7 @@ def test_a_budget_goes_with_its_model() -> None:
         assert "expandable_segments" in said()
     del one
     models.pop().close()
-    assert share(device) == pytest.approx(2 * 2**30 / total)
+    assert share(device) == pytest.approx(6 * 2**30 / total)
     models.clear()
     assert share(device) == pytest.approx(before[0]) and said() == before[1]
     torch.ones(2**20, device=device).add_(1)  # the allocator still works

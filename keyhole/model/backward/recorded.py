@@ -239,7 +239,8 @@ class RecordedBlocks(Recorder):
                 self._static(visit)
             self.copy_in(("gradient", turn), grads)
             of_inputs, of_parameters = one.replay()
-            found = copied(of_inputs), self.copy_in(("parameter gradient", turn, block), of_parameters)
+            fresh = [None if grad is None else grad.detach() for grad in of_parameters]  # a replay tells no version
+            found = copied(of_inputs), self.copy_in(("parameter gradient", turn, block), fresh)
             sink.replayed([(tensor, gradients.stored[id(tensor.param)]) for tensor in one.offers])
         for param, grad in zip(self._own(block), found[1], strict=True):
             if grad is not None:
