@@ -3,8 +3,9 @@
     settle      what other methods have deferred
     share       this rank's micro-batches (shards.py)
     forward     all micro-batches pass each block; the loss is the mean over all trained tokens of the step
-    update      the method's part: it lets the backward pass (model/backward/reverse.py) hand every complete gradient to
-                a sink, once more before that where it must know the norm of all of them
+    update      the method's part: it runs one backward pass or more (model/backward/reverse.py), each of which hands
+                every complete gradient to a sink, and uses the gradients there and then (LOMO; once more before that
+                where it must know the norm of all), on the host (adam-offload), or from .grad (LoRA)
 
 A method defines `_update`, and what it keeps between steps.
 """
@@ -50,7 +51,7 @@ class GradientMethod(Method):
         self.dropout = ModelDropout(model, own.seed, own.model_dropout)
 
     @property
-    def sweeps(self) -> int:
+    def backward_passes(self) -> int:
         """Backward passes of the next step."""
         return 1
 
@@ -58,7 +59,7 @@ class GradientMethod(Method):
         self.model.apply_deferred(before_step_of=self)
         batches, first, count, weight = shards.share(self.model, batch)
         self._begin(batch, batches)
-        with self.dropout.step(), self.reverse.sweep(self.sweeps):
+        with self.dropout.step(), self.reverse.sweep(self.backward_passes):
             loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
             if self.model.ranks.several:
                 loss = shards.total_loss(self.model, loss)

@@ -75,7 +75,7 @@ class LOMO(GradientMethod):
         return self.settings.max_grad_norm is not None or self.loss_scale is not None
 
     @property
-    def sweeps(self) -> int:
+    def backward_passes(self) -> int:
         return 2 if self.norm_first else 1
 
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:

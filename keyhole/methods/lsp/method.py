@@ -81,7 +81,7 @@ class LSP(GradientMethod):
     # -- one step --------------------------------------------------------------------------------------------------
 
     @property
-    def sweeps(self) -> int:
+    def backward_passes(self) -> int:
         return 2 if self.settings.checks(self.step_count) else 1
 
     def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:

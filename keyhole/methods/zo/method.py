@@ -5,9 +5,10 @@ For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-
 
     g_i = (L(w + eps z_i) - L(w - eps z_i)) / (2 eps)        w <- w - lr (sum_i c_i z_i + weight_decay w)
 
-A step (`_step`): settle what other methods have deferred; share the micro-batches among ranks; in one sweep
+A step (`_step`): share the micro-batches among ranks; apply what other methods have deferred; in one sweep
 (directions.py) update and perturb every unit as it arrives, and run all passes through it; from their losses one
-coefficient a direction; what they mean for the weights is known now, and applied at the next visit.
+coefficient a direction; what they mean for the weights is known now, and applied at the next visit (to factors of low
+rank at once). A closure takes a sweep or more per look.
 
 Differences from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
 
@@ -20,7 +21,7 @@ Differences from the textbook loop (perturb in place by +1, -2, +1, then update:
 
 Memory beside the weights: two copies of the largest unit, two of the spine per pair of looks, both in the dtype of
 compute, and the hidden states of the passes.
-Legend: q directions, m micro-batches; a look is a perturbed point; passes are numbered by look.
+Legend: q directions, m micro-batches; a look is a point, perturbed but for one of fzoo; passes are numbered by look.
 """
 
 import warnings
