@@ -115,7 +115,7 @@ class Method:
     def _deferred_state(self) -> State | None:
         return None
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Saved) -> None:
         raise NotImplementedError  # abstract
 
     @classmethod
@@ -229,7 +229,7 @@ class Method:
     def _named(self, state: State) -> State:
         return {METHOD: self.name, TENSORS: self.model.layout.fingerprint} | state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Saved) -> None:
         """UserError for the state of another method or model, and for what is no state at all."""
         try:
             if state[METHOD] != self.name:
@@ -322,7 +322,7 @@ class Method:
         """Registers a callback that runs before an update changes weights (traits: announces = "step")."""
         raise NotImplementedError  # abstract: only if the traits say so
 
-    def learned_beside(self, state: Mapping[str, Any]) -> LowRank | None:
+    def learned_beside(self, state: Saved) -> LowRank | None:
         """From a saved state: the factors that must be merged into a model's files before other programs can use them;
         None if there are none."""
         return None

@@ -4,12 +4,11 @@ norm = |all gradients|        g <- g min(1, max_grad_norm / norm)        a non-f
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from keyhole.methods.base import Method, State
+from keyhole.methods.base import Method, Saved, State
 from keyhole.methods.weight_decay import WeightDecay
 
 
@@ -50,9 +49,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
     }
 
 
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], state: Mapping[str, Any]
-) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], state: Saved) -> None:
     """Loads copies, because the caller's may be a live state."""
     optimizer.state.clear()
     for full_name in state:

@@ -52,7 +52,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         self.method, self.seen = method, method.lr
         self._trained = list(map(id, params))
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """Does nothing: the method makes its update in its own step. UserError if it would leave out gradients."""
         if any(param.grad is not None for group in self.param_groups for param in group["params"]):
             raise UserError(

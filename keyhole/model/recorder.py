@@ -31,8 +31,10 @@ from torch.nn.modules import module as torch_module
 
 from keyhole.machine.gpu import capturing
 from keyhole.model.spare_memory import SpareMemory
+from keyhole.model.structure.layout import FlatTensor
 
 Values = list[Any]
+Pool = tuple[int, int]  # a handle of torch's
 OTHER_BITS = "a recording gave other bits"
 PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -42,10 +44,10 @@ KNOWN = ("keyhole.", "transformers.utils.output_capturing")  # modules whose hoo
 class Recording:
     """A CUDA graph, and the value whose tensors it writes."""
 
-    def __init__(self, graph: Any, result: Any) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: object) -> None:
         self.graph, self.result = graph, result
-        self.kept: list[Any] = []  # of a block's forward: its autograd graph, if that is kept
-        self.offers: list[Any] = []  # of a block's reverse: tensors whose products the sink has accepted
+        self.kept: Values = []  # of a block's forward: its autograd graph, if that is kept
+        self.offers: list[FlatTensor] = []  # of a block's reverse: tensors whose products the sink has accepted
 
     def replay(self) -> Any:
         self.graph.replay()
@@ -76,7 +78,7 @@ class Recorder:
         self.recordings: dict[Hashable, Recording | None] = {}  # None: runs eagerly
         self.seen: Counter[Hashable] = Counter()
         self.why = ""  # the reason of the last capture that failed
-        self.pool: Any = None
+        self.pool: Pool | None = None
         self.stream: torch.cuda.Stream | None = None
         self.places: dict[Hashable, _Place] = {}
         self.fixed: set[int] = set()  # their addresses
@@ -92,7 +94,7 @@ class Recorder:
 
     # -- capture, verify, forget -----------------------------------------------------------------------------------
 
-    def capture(self, run: Callable[[], Any], pool: Any = None, kind: str = "graphs") -> Recording | None:
+    def capture(self, run: Callable[[], object], pool: Pool | None = None, kind: str = "graphs") -> Recording | None:
         """Captures run(); nothing is computed. None: it cannot be captured. pool: instead of the common one."""
         if self.pool is None or not any(self.recordings.values()):
             self.pool = self.new_pool()
@@ -111,11 +113,11 @@ class Recorder:
             torch.cuda.synchronize(self.device)
             self.spare.held["static memory"] = sum(place.memory.nbytes for place in self.places.values())
 
-    def new_pool(self) -> Any:
+    def new_pool(self) -> Pool:
         """A pool of memory for temporaries of graphs."""
         return torch.cuda.graph_pool_handle()
 
-    def verify(self, key: Hashable, one: Recording | None, expected: Any) -> None:
+    def verify(self, key: Hashable, one: Recording | None, expected: object) -> None:
         """Keeps a recording if its replay gives the expected bits."""
         self.recordings[key] = None
         if one is not None and same_bits(one.replay(), expected):
@@ -186,7 +188,7 @@ def signature_of(value: Any) -> tuple | None:
     return None if None in parts else (kind, *(value if kind is dict else ()), *parts)
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: object) -> list[torch.Tensor]:
     """All tensors in a value, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -208,7 +210,7 @@ def copied(value: Any) -> Any:
     return with_tensors(value, iter([tensor.detach().clone() for tensor in tensors_of(value)]))
 
 
-def same_bits(mine: Any, theirs: Any) -> bool:
+def same_bits(mine: object, theirs: object) -> bool:
     """Whether two values are equal to the bit, and nothing in them could change unnoticed. Waits for the device."""
     signature = signature_of(mine)
     alike = signature is not None and signature == signature_of(theirs)
@@ -224,7 +226,7 @@ class UsersHooks:
     caller asks for hidden states. They are looked at only if their number has changed."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._tables: list[dict[int, Any]] = [vars(one)[name] for one in modules for name in HOOKS]
+        self._tables: list[dict[int, object]] = [vars(one)[name] for one in modules for name in HOOKS]
         self._tables += [vars(torch_module)[f"_global{name}"] for name in HOOKS]
         self._count, self._found = -1, False
 
@@ -237,6 +239,6 @@ class UsersHooks:
         return self._found
 
 
-def is_known(hook: Any) -> bool:
+def is_known(hook: object) -> bool:
     """Whether it is one of keyhole's own, or of Transformers'."""
     return (getattr(hook, "__module__", None) or "").startswith(KNOWN)

@@ -55,14 +55,14 @@ class Downlink:
         if self.most_bytes is not None:
             self.wait_for_room(sum(source.nbytes for source, _ in copies), self.sent())
 
-    def wait_for_room(self, size: int, event: Any) -> None:
+    def wait_for_room(self, size: int, event: torch.cuda.Event | None) -> None:
         """Copies of so many bytes were enqueued, with an event after them. Waits for the oldest ones until at most
         `most_bytes` are on their way, or these alone."""
         self.in_flight.append((size, event))
         while sum(each for each, _ in self.in_flight) > (self.most_bytes or 0) and len(self.in_flight) > 1:
             self.in_flight.popleft()[1].synchronize()
 
-    def _span(self, source: torch.Tensor) -> AbstractContextManager[Any]:
+    def _span(self, source: torch.Tensor) -> AbstractContextManager[object]:
         """A span of the trace; copies of a few numbers get none."""
         timeline = self.engine.timeline
         return timeline.span("gradients", "") if timeline.enabled and source.numel() > FEW else nullcontext()

@@ -43,7 +43,7 @@ class Timeline:
         """Whether times can be recorded now: not during CUDA graph capture, when nothing runs."""
         return self.enabled and not (self.cuda and torch.cuda.is_current_stream_capturing())
 
-    def _moment(self, stream: Any = None) -> Any:
+    def _moment(self, stream: torch.cuda.Stream | None = None) -> Any:
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -68,13 +68,13 @@ class Timeline:
         if paused is not None:
             self.arrived(paused)
 
-    def arrived(self, label: str, stream: Any = None) -> None:
+    def arrived(self, label: str, stream: torch.cuda.Stream | None = None) -> None:
         """A page has arrived: the stream's work from now on belongs to it."""
         if self.measures:
             self.left(stream)
             self.running = label, self._moment(stream)
 
-    def left(self, stream: Any = None) -> None:
+    def left(self, stream: torch.cuda.Stream | None = None) -> None:
         """Ends this work: the next page is acquired, or the sweep is over."""
         if self.measures and self.running is not None:
             (label, begin), self.running = self.running, None

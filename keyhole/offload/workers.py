@@ -23,9 +23,8 @@ the cause at its next submit, ready, wait or drain. Nothing hangs. The threads k
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -44,8 +43,8 @@ class Ticket:
     """A submitted job. after: a CUDA event, or None."""
 
     job: Job
-    page: Any
-    after: Any
+    page: Hashable
+    after: torch.cuda.Event | None
     urgency: int
     on_device: DeviceJob | None
 
@@ -64,7 +63,7 @@ class Workers:
         self.threads = threads or max(1, default_threads() - helper)
         self._changed = threading.Condition()  # of all that follows
         self._waiting: list[Ticket] = []
-        self._pending: Counter[Any] = Counter()  # page -> jobs not done
+        self._pending: Counter[Hashable] = Counter()  # page -> jobs not done
         self._error: BaseException | None = None
         self._closed = False
         self._started = threading.Semaphore(0)
@@ -79,7 +78,12 @@ class Workers:
         torch.set_num_threads(before)  # threads that are started later inherit this number
 
     def submit(
-        self, job: Job, page: Any = None, after: Any = None, urgency: int = 0, on_device: DeviceJob | None = None
+        self,
+        job: Job,
+        page: Hashable = None,
+        after: torch.cuda.Event | None = None,
+        urgency: int = 0,
+        on_device: DeviceJob | None = None,
     ) -> None:
         """Queues a job. after: a CUDA event that must fire before the job starts. on_device: the same job for the
         helper."""
@@ -89,13 +93,13 @@ class Workers:
             self._pending[page] += 1
             self._changed.notify_all()
 
-    def ready(self, page: Any) -> bool:
+    def ready(self, page: Hashable) -> bool:
         """Whether this page has no unfinished job."""
         with self._changed:
             self._check()
             return self._pending[page] == 0
 
-    def wait(self, page: Any) -> None:
+    def wait(self, page: Hashable) -> None:
         """Blocks until this page has no unfinished job."""
         self._wait_until(lambda: self._pending[page] == 0)
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from keyhole.ranks.failures import POLL_S, Failures, RankFailed, told
 from keyhole.ranks.single import Ranks
 
 T = TypeVar("T")
+Peers: TypeAlias = dist.ProcessGroup | None  # None: all ranks
 DAY = timedelta(days=1)
 START = timedelta(minutes=10)
 SLOW_S = 20.0  # after this long, the leader prints which ranks are missing
@@ -38,16 +39,16 @@ class Group(Ranks):
     """This process among the other ranks; `connect` opens a connection to their store."""
 
     def __init__(
-        self, rank: int, size: int, local_rank: int, local_size: int, machine: str, connect: Callable[[], Any]
+        self, rank: int, size: int, local_rank: int, local_size: int, machine: str, connect: Callable[[], dist.Store]
     ) -> None:
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
         self.machine = machine
         self.failures = Failures(connect, rank, size, self.limit_s)
         self.store = self.failures.store
         self.store.set_timeout(START)
-        self.nccl: Any = None
-        self.machine_gloo: Any = None  # group of the ranks of this machine; None: there are no others
-        self.machine_nccl: Any = None
+        self.nccl: Peers = None
+        self.machine_gloo: Peers = None  # group of the ranks of this machine; None: there are no others
+        self.machine_nccl: Peers = None
         self.bytes_received = 0  # of weights and gradients
         self.columns: list[torch.Tensor] = []  # tensors gathered last, to find the rank of a non-finite number
 
@@ -139,7 +140,7 @@ class Group(Ranks):
         part = whole.chunk(self.local_size)[self.local_rank]
         self._gather_into(whole, part, self.local_size, self.machine_gloo, self.machine_nccl)
 
-    def _gather_into(self, out: torch.Tensor, part: torch.Tensor, size: int, gloo: Any, nccl: Any) -> None:
+    def _gather_into(self, out: torch.Tensor, part: torch.Tensor, size: int, gloo: Peers, nccl: Peers) -> None:
         sent, group = self._carried(part)
         self.bytes_received += part.nbytes * (size - 1)
         target = out if sent.device == out.device else torch.empty(out.shape, dtype=out.dtype)
@@ -170,7 +171,7 @@ class Group(Ranks):
         self.gather_into(out, self.sum_of_parts(padded))
         return out[: x.numel()].view(x.shape)
 
-    def _carried(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def _carried(self, x: torch.Tensor) -> tuple[torch.Tensor, Peers]:
         """A tensor where it is exchanged, and between whom: GPUs over NCCL, or hosts over gloo (None)."""
         over_host = self.nccl is None or x.device.type == "cpu"
         return (x.cpu() if over_host else x).contiguous(), None if over_host else self.nccl

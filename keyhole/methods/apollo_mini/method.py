@@ -16,14 +16,13 @@ The rule needs the gradient of one matrix at a time, as LOMO's backward pass pro
 chunk of a table (embedding, head) is a matrix of its own, wherever the table lives.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from keyhole import ops
 from keyhole.methods.apollo_mini.traits import APOLLO_MINI, APOLLOMiniConfig
-from keyhole.methods.base import State
+from keyhole.methods.base import Saved, State
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.update import Now, Update, by_tensor
 from keyhole.model.structure.layout import FlatTensor
@@ -93,7 +92,7 @@ class APOLLOUpdate(Update):
         fewer = {f"{name}/{UPDATES}": n for name, n in self.updates.items() if n != self.now.step}
         return super().state() | moments | fewer
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
+    def load(self, state: Saved, step: int) -> None:
         super().load(state, step)
         self.now = Now(step=step)
         self.moments = {}

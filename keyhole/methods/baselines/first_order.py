@@ -10,16 +10,15 @@ float32 and in the order of ranks, and every rank makes the same update. A rank 
 gradients, in float32, after its backward pass: simple, and slower than buckets that overlap with the backward pass.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError, listed
-from keyhole.methods.base import State
+from keyhole.methods.base import Saved, State
 from keyhole.methods.baselines.traits import ADAMW, AdamWConfig, SGDConfig
 from keyhole.methods.baselines.traits import SGD as ROW_OF_SGD
 from keyhole.methods.by_torch import ByTorch, load_optimizer, optimizer_state, parameter_groups
@@ -100,7 +99,7 @@ class TorchMethod(ByTorch):
     def _state(self) -> State:
         return optimizer_state(self.optimizer, self.params) | self.dropout.state_dict()
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Saved) -> None:
         if foreign := [name for name in state if name.rpartition("/")[0] not in self.params and name != KEY]:
             raise UserError(f"{self.name}: the state is not of this model and method: it has {listed(foreign)}")
         self.dropout.load_state_dict(state)

@@ -12,13 +12,12 @@ Vectors keep a full second moment. An expert of a large stack is a matrix of its
 table would need it two times more. Everything else is LOMO's.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from keyhole import ops
-from keyhole.methods.base import State
+from keyhole.methods.base import Saved, State
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.traits import ADALOMO
 from keyhole.methods.lomo.update import Update, by_tensor
@@ -63,7 +62,7 @@ class AdaLOMOUpdate(Update):
     def state(self) -> State:
         return super().state() | {f"{name}/{key}": v for name, each in self.moments.items() for key, v in each.items()}
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
+    def load(self, state: Saved, step: int) -> None:
         super().load(state, step)
         self.moments = {}
         for key, found in by_tensor(state, {"row", "col", "v"}, self.model.device).items():

@@ -10,12 +10,11 @@ Both parts change, so they are saved separately: the model as an ordinary direct
 peft's format, in adapter/. peft.PeftModel.from_pretrained(model, "<dir>/adapter") combines them.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from keyhole.methods.base import State
+from keyhole.methods.base import Saved, State
 from keyhole.methods.by_torch import parameter_groups
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.traits import LOMO_LORA as ROW
@@ -106,6 +105,6 @@ class LOMOLoRA(LOMO):
     def _state(self) -> State:
         return super()._state() | self.beside.state(self.optimizer)
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Saved) -> None:
         self.beside.load(self.optimizer, state, self.name)
         super()._load(state)

@@ -21,12 +21,10 @@ multiplies gradients by nan, and then no weight changes; the host reads the flag
 not count the step. Where moments would be spoiled (`waits`), on a CPU and on several ranks it is read at once.
 """
 
-from typing import Any
-
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import State
+from keyhole.methods.base import Saved, State
 from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.lomo.traits import LOMO as ROW
 from keyhole.methods.lomo.traits import LOMOSettings
@@ -201,7 +199,7 @@ class LOMO(GradientMethod):
             found |= {"loss_scale": self.loss_scale.scale, "loss_scale_good": self.loss_scale.good}
         return found | self.update.state()
 
-    def _load(self, state: Any) -> None:
+    def _load(self, state: Saved) -> None:
         if self.reverse.recorded is not None:
             self.reverse.recorded.forget()  # the loaded moments have other addresses
         self.dropout.load_state_dict(state)

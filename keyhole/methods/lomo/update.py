@@ -25,7 +25,7 @@ keeps state.
 
 import re
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from keyhole import ops
-from keyhole.methods.base import State
+from keyhole.methods.base import Saved, State
 from keyhole.methods.lomo.traits import LOMOConfig, LOMOSettings
 from keyhole.methods.shards import GradientParts
 from keyhole.methods.step_numbers import StepNumbers
@@ -194,11 +194,11 @@ class Update(Sink):
     def state(self) -> State:
         return {f"{name}/lost": tensor for name, tensor in self.compensation.items()}
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
+    def load(self, state: Saved, step: int) -> None:
         self.compensation = by_tensor(state, {"lost"}, self.model.device).get("lost", {})
 
 
-def by_tensor(state: Mapping[str, Any], keys: set[str], device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
+def by_tensor(state: Saved, keys: set[str], device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
     """Copies of the entries `name/key` of a state, by key and name."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, value in state.items():

@@ -18,7 +18,7 @@ So only the settings of plain LoRA are read (PLAIN), and ranks are first compare
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch import nn
 from keyhole.disk.json_text import read_json
 from keyhole.disk.weight_files import open_shard, tensors_in
 from keyhole.errors import UserError
-from keyhole.methods.base import Skeleton, State
+from keyhole.methods.base import Saved, Skeleton, State
 from keyhole.methods.by_torch import load_optimizer, optimizer_state
 from keyhole.methods.lora.adapted_linear import ADAPTER, use_products
 from keyhole.model.model import Model
@@ -85,7 +85,7 @@ class Adapters:
             optimizer, self.weights
         )
 
-    def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], method: str) -> None:
+    def load(self, optimizer: torch.optim.Optimizer, state: Saved, method: str) -> None:
         """UserError for the state of a method that has adapted other layers."""
         saved = {name.removesuffix("/adapter") for name in state if name.endswith("/adapter")}
         if differ := sorted(saved ^ self.weights.keys()):

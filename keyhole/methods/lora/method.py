@@ -21,14 +21,13 @@ of the adapters are summed in the order of ranks, and every rank makes the same 
 Dropout of the adapters' inputs is drawn like the model's own (methods/dropout.py), from (seed, step, micro-batch).
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from keyhole.disk.weights_hash import tensors_hash
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, State
+from keyhole.methods.base import Method, Saved, State
 from keyhole.methods.by_torch import ByTorch, parameter_groups
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.frame import Backward, GradientMethod
@@ -105,7 +104,7 @@ class LoRA(GradientMethod, ByTorch):
         own: State = {"step_count": self.step_count, "base": self._base_hash()}
         return own | self.adapters.state(self.optimizer) | self.dropout.state_dict()
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Saved) -> None:
         if state["base"] != self._base_hash():
             raise UserError(
                 "model: these are not the weights that the adapters were trained on (a checkpoint holds them with the "

@@ -20,7 +20,7 @@ On several ranks each has the whole state and makes the same update in its slot 
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.base import State
+from keyhole.methods.base import Saved, State
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.update import Update
 from keyhole.methods.memory import check_host_memory
@@ -145,7 +145,7 @@ class MuonUpdate(Update):
         counts = {f"{name}/updates": count for name, count in self.updates.items()}
         return super().state() | self._views() | counts
 
-    def load(self, state: Mapping[str, Any], step: int) -> None:
+    def load(self, state: Saved, step: int) -> None:
         super().load(state, step)
         for name, home in self._views().items():
             home.copy_(state[name])

@@ -21,7 +21,7 @@ of compute. Legend: M tokens looked up, N trained tokens, H width.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -30,6 +30,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.base import Saved, State
 from keyhole.methods.zo.estimators import Looks, Pair
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
@@ -224,17 +225,17 @@ class Dense:
         """The share of the weights that the last applied update changed."""
         return self.update.changed / self.update.trained_numel
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """For a checkpoint."""
         return {}
 
-    def load(self, state: Mapping[str, Any], steps: int) -> None:
+    def load(self, state: Saved, steps: int) -> None:
         if "factors" in state:
             raise UserError(
                 "zo.rank: the state has learned low-rank factors, which would be lost; zo.rank must be as it was"
             )
 
-    def learned_beside(self, state: Mapping[str, Any]) -> LowRank | None:
+    def learned_beside(self, state: Saved) -> LowRank | None:
         """The factors of a checkpoint, if its weights lack them."""
         return None
 
@@ -278,7 +279,7 @@ def losses_at_looks(closure: Closure, directions: Dense, pairs: list[Pair]) -> t
     return torch.stack(losses)
 
 
-def _number(found: Any, device: torch.device) -> torch.Tensor:
+def _number(found: float | torch.Tensor, device: torch.device) -> torch.Tensor:
     try:
         value = torch.as_tensor(found, dtype=torch.float32, device=device)
     except (TypeError, ValueError, RuntimeError) as error:

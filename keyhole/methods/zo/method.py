@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, Skeleton
+from keyhole.methods.base import Method, Saved, Skeleton, State
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.directions import Closure, Dense, losses_at_looks
@@ -218,21 +218,21 @@ class ZO(Method):
             return {}
         return {"projected_grad": self.projected.abs().mean(), "changed": self.directions.changed_share}
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> State:
         """The noise needs no state besides the step count. Flush first."""
         self.flush()
         return self._counts() | {"changed": int(self.update.changed)}
 
-    def _deferred_state(self) -> dict[str, Any] | None:
+    def _deferred_state(self) -> State | None:
         """The state without a flush, while an update waits for the next visit of the weights."""
         return None if self.pending is None or self.light else self._counts()
 
-    def _counts(self) -> dict[str, Any]:
-        counts: dict[str, Any] = {"step_count": self.step_count, "seed": self.settings.seed}
+    def _counts(self) -> State:
+        counts: State = {"step_count": self.step_count, "seed": self.settings.seed}
         counts |= {"memory": self.memory.tolist()} if self.memory.numel() else {}
         return counts | self.directions.state()
 
-    def learned_beside(self, state: Mapping[str, Any]) -> LowRankFactors | None:
+    def learned_beside(self, state: Saved) -> LowRankFactors | None:
         """The factors of a checkpoint, if its weights lack them."""
         return self.directions.learned_beside(state)
 
@@ -257,7 +257,7 @@ class ZO(Method):
         self.memory = torch.tensor(numbers, dtype=torch.float32, device=self.model.device)
         self.search.read(self.memory)
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _load(self, state: Saved) -> None:
         steps = int(state["step_count"])
         self.directions.load(state, steps)
         self.step_count = steps

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.nn import functional as F
 
 TILE = 128  # keys of one tile, at least
@@ -76,11 +77,11 @@ def _note(device: torch.device | None = None) -> None:
     _Before.flash = ampere and torch.backends.cuda.flash_sdp_enabled()
 
 
-def _set(*unused: Any) -> None:
+def _set(*unused: object) -> None:
     torch._C._set_deterministic_algorithms(True, warn_only=False)
 
 
-def _reset(*unused: Any) -> None:
+def _reset(*unused: object) -> None:
     torch._C._set_deterministic_algorithms(_Before.deterministic, warn_only=_Before.warns)
 
 
@@ -93,7 +94,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    **more: Any,
+    **more: object,
 ) -> torch.Tensor:
     """torch's scaled_dot_product_attention, with a backward pass that gives the same bits every time. more: what
     another version or attention takes."""
@@ -111,7 +112,7 @@ def attention(
     return output
 
 
-def _attention_nodes(node: Any, depth: int = DEPTH) -> list[Any]:
+def _attention_nodes(node: Node | None, depth: int = DEPTH) -> list[Node]:
     """The nodes of fused attention at or below a node of autograd's graph."""
     if node is None or depth == 0:
         return []
@@ -132,7 +133,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _attention_shape(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention_shape(q: torch.Tensor, *unused: object) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, length, width = q.shape
     return q.new_empty((batch, length, heads, width)).transpose(1, 2), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -162,7 +163,7 @@ def _attention_reverse(
 
 @_attention_reverse.register_fake
 def _attention_reverse_shape(
-    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any
+    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: object
 ) -> tuple[torch.Tensor, ...]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 

@@ -46,6 +46,7 @@ from keyhole.model.forward.graphs import SMALL_FLOP
 from keyhole.model.model import Model
 from keyhole.model.recorder import (
     OTHER_BITS,
+    Pool,
     Recorder,
     Recording,
     UsersHooks,
@@ -92,7 +93,7 @@ class RecordedBlocks(Recorder):
         self.model, self.units_of, self.gradients, self.recompute = model, units_of, gradients, recompute
         self.kept = kept
         self.gathered: UnitGradients | None = None
-        self.kept_pools: dict[Hashable, tuple[int, Any]] = {}  # of kept activations: the last block, and the pool
+        self.kept_pools: dict[Hashable, tuple[int, Pool]] = {}  # of kept activations: the last block, and the pool
         self.ran: dict[tuple[int, int], Recording] = {}  # (pass, block) -> its forward of this pass, if it was replayed
         self.parameters = [list(block.parameters()) for block in model.blocks]
         self.all = {id(tensor.param) for tensor in model.layout.tensors}
@@ -198,7 +199,7 @@ class RecordedBlocks(Recorder):
             self.ran[here] = one
         return expected
 
-    def _rehearse(self, run: Callable[[], Any]) -> None:
+    def _rehearse(self, run: Callable[[], object]) -> None:
         """Compiled blocks (the only ones that we do not recompute): what is compiled now is not in the capture."""
         if self.recompute is None:
             run()
@@ -207,10 +208,10 @@ class RecordedBlocks(Recorder):
         """A run of a block whose graph is kept for good: it must not hold what this object holds."""
         return call() if self.recompute is None else self.recompute[block].run_whole(call, weakly(self.gradients.offer))
 
-    def _kept_pool(self, of: Hashable, block: int) -> Any:
+    def _kept_pool(self, of: Hashable, block: int) -> Pool:
         """The pool of kept activations of a pass and shape: a new one if the block is not later than the last one."""
         last, pool = self.kept_pools.get(of, (block, None))
-        if last >= block:
+        if pool is None or last >= block:
             pool = self.new_pool()
         self.kept_pools[of] = block, pool
         return pool

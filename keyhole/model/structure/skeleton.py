@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from keyhole.model.structure.config_files import check_config_file, check_implem
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import mark_use
 from keyhole.model.structure.source import CLASSIFIER, check_directory, find_file, is_local
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
 
@@ -48,8 +51,11 @@ def _matrices_on_meta() -> Iterator[None]:
 
 
 def read_config(
-    model: Any, trust_remote_code: bool = False, head: str | None = None, num_labels: int | None = None
-) -> Any:
+    model: "str | Path | PretrainedConfig",
+    trust_remote_code: bool = False,
+    head: str | None = None,
+    num_labels: int | None = None,
+) -> "PretrainedConfig":
     """The HF config of a directory, a hub id, or a config object. head="classification": the config of a model that
     gives each text one of num_labels labels (1: a number), whatever the files were made for."""
     from transformers import AutoConfig, PretrainedConfig
@@ -72,7 +78,7 @@ def is_classifier(config: object) -> bool:
     return (setting(config, "architectures") or [""])[0].endswith(CLASSIFIER)
 
 
-def _with_head(config: Any, head: str | None, num_labels: int | None) -> Any:
+def _with_head(config: "PretrainedConfig", head: str | None, num_labels: int | None) -> "PretrainedConfig":
     """The config, or a copy of it with the requested head."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
@@ -93,7 +99,7 @@ def _with_head(config: Any, head: str | None, num_labels: int | None) -> Any:
     return config
 
 
-def check_model(config: Any) -> Any:
+def check_model(config: "PretrainedConfig") -> "PretrainedConfig":
     """The config itself; refused if it is neither that of a decoder nor that of a classifier."""
     from transformers.models.auto import modeling_auto
 
@@ -122,7 +128,7 @@ def check_model(config: Any) -> Any:
     return config
 
 
-def _looks_ahead(config: Any) -> str:
+def _looks_ahead(config: "PretrainedConfig") -> str:
     """The setting that makes attention bidirectional; "" if there is none. is_decoder matters only for types that are
     encoders by default: other types (GPT-NeoX) have it too, and are decoders whatever its value."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -135,14 +141,16 @@ def _looks_ahead(config: Any) -> str:
     return next((f"{key} is {value}" for key, value in found.items() if value in bidirectional[key]), "")
 
 
-def auto_class(config: object) -> Any:
+def auto_class(config: object) -> "type[PreTrainedModel]":
     """The class of Transformers that builds modules for a config."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
 
 
-def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, expert_units: bool = True) -> nn.Module:
+def build(
+    config: "PretrainedConfig", dtype: torch.dtype, trust_remote_code: bool = False, *, expert_units: bool = True
+) -> nn.Module:
     """The module for a config, in evaluation mode (no dropout), without memory for its matrices. Parameters that a
     forward pass on tokens does not use are frozen (reach.py); if they could not be determined, keyhole_untried is the
     reason. expert_units: large stacks of experts are computed and moved one expert at a time (find.py)."""
@@ -178,7 +186,7 @@ def _check_embedding(module: nn.Module) -> None:
     """Refuses a model that does not look up its tokens in one table (CANINE: hashes of characters; I-BERT: a quantised
     table)."""
     try:
-        model: Any = module  # a class of Transformers
+        model: PreTrainedModel = module
         embedding = model.get_input_embeddings()
     except NotImplementedError:
         embedding = None
@@ -190,7 +198,7 @@ def _check_embedding(module: nn.Module) -> None:
         )
 
 
-def _check_depth(module: Any) -> None:
+def _check_depth(module: "PreTrainedModel") -> None:
     """Refuses a model without blocks, which Transformers builds from 0 layers, or fewer, without a word: beside the
     embedding, all lists of modules are empty."""
     body = find_decoder(module) if not is_classifier(module.config) else module.base_model
@@ -215,7 +223,7 @@ def _check_one_dtype(module: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
-def _kept_in_fp32(module: Any, dtype: torch.dtype) -> list[str]:
+def _kept_in_fp32(module: "PreTrainedModel", dtype: torch.dtype) -> list[str]:
     """Names of parameters that the family keeps in float32 whatever the dtype, or that its code converts to it."""
     patterns = [pattern.replace("*", ".*") for pattern in module._get_dtype_plan(dtype)]
     return [

@@ -33,7 +33,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
@@ -45,6 +45,9 @@ from keyhole.model.structure.layout import ALIGN, FlatTensor, Layout, find_layou
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import FROZEN, Wire, is_matrix
 from keyhole.ops.lowbit import Grid
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 SHOWN = 3
 READ = ("gptq", "awq", "bitsandbytes")  # quant_method in config.json
@@ -69,7 +72,7 @@ class Fit:
     lines: list[str] = field(default_factory=list)
 
 
-def find_fit(module: Any, layout: Layout, directory: Path, fresh_head: bool = False) -> Fit:
+def find_fit(module: "PreTrainedModel", layout: Layout, directory: Path, fresh_head: bool = False) -> Fit:
     """UserError if the files cannot be those of the module. fresh_head: tensors of a classifier's head, and the pooling
     layer, which some encoders are published without, may be missing, or be there for another number of labels."""
     stored, may_lack = stored_tensors(directory), frozenset[str]()
@@ -101,7 +104,7 @@ def find_fit(module: Any, layout: Layout, directory: Path, fresh_head: bool = Fa
     return Fit(stored, names, may_lack, unused_line(_find_unused(module, stored, names, directory)))
 
 
-def check_weights(module: Any, layout: Layout, directory: Path, fresh_head: bool = False) -> list[str]:
+def check_weights(module: "PreTrainedModel", layout: Layout, directory: Path, fresh_head: bool = False) -> list[str]:
     """Checks what a load would find: raises UserError, or returns lines that describe it."""
     fit = find_fit(module, layout, directory, fresh_head)
     files = len({one.file for one in fit.stored.values()})
@@ -116,7 +119,7 @@ def check_weights(module: Any, layout: Layout, directory: Path, fresh_head: bool
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def names_of(module: Any, layout: Layout) -> Iterator[tuple[str, list[str]]]:
+def names_of(module: "PreTrainedModel", layout: Layout) -> Iterator[tuple[str, list[str]]]:
     """Each parameter, and all names that files may have for it: with and without the prefix of the decoder."""
     aliases: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -128,7 +131,7 @@ def names_of(module: Any, layout: Layout) -> Iterator[tuple[str, list[str]]]:
 
 
 def match_names(
-    module: Any, layout: Layout, directory: Path, may_lack: frozenset[str] = frozenset()
+    module: "PreTrainedModel", layout: Layout, directory: Path, may_lack: frozenset[str] = frozenset()
 ) -> dict[str, str] | None:
     """Name in the module -> name in the files; None if a parameter has no match, and Transformers must load the model:
     UserError if the weights are quantised, which it would need the packages of their format for, and would not unpack.
@@ -171,7 +174,9 @@ def untied(directory: Path, first: str, other: str) -> UserError:
 # -- what is left over -------------------------------------------------------------------------------------------------
 
 
-def _find_unused(module: Any, stored: Mapping[str, Stored], names: Mapping[str, str], directory: Path) -> list[str]:
+def _find_unused(
+    module: "PreTrainedModel", stored: Mapping[str, Stored], names: Mapping[str, str], directory: Path
+) -> list[str]:
     """Names in the files that the module does not have, sorted. UserError for a scale beside a weight."""
     prefix, used = f"{module.base_model_prefix}.", set(names.values())
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -203,7 +208,7 @@ def unused_line(left: list[str]) -> list[str]:
     return [f"warning: weights: {count} left out, which this config's model does not have: {shown}"]
 
 
-def check_gguf_config(config: Any, directory: Path) -> None:
+def check_gguf_config(config: "PretrainedConfig", directory: Path) -> None:
     """UserError if the GGUF files of a directory, if it has some, contradict the config. A config with fewer layers is
     let through: the tensors that it leaves out are named."""
     text = config.get_text_config()
@@ -226,7 +231,7 @@ def check_gguf_config(config: Any, directory: Path) -> None:
                 )
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -288,7 +293,7 @@ def _one_grid(forms: dict[str, Stored], names: dict[str, str], inside: list[Flat
     return "this model has no list of repeated blocks, whose matrices a packed wire keeps"
 
 
-def forget_what_is_read(config: Any, directory: Path | None = None) -> None:
+def forget_what_is_read(config: "PretrainedConfig", directory: Path | None = None) -> None:
     """Calls forget_quantization if keyhole reads weights of this kind: as the files in a directory are, or, if there
     are none, by what the config says."""
     said = setting(config, "quantization_config") or {}
@@ -298,7 +303,7 @@ def forget_what_is_read(config: Any, directory: Path | None = None) -> None:
         forget_quantization(config)
 
 
-def forget_quantization(config: Any) -> None:
+def forget_quantization(config: "PretrainedConfig") -> None:
     """Removes the quantization from a config, because the saved model has 16 bits."""
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         if hasattr(part, "quantization_config"):

@@ -14,13 +14,13 @@ other than rows of tokens.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
+from keyhole.methods.base import Saved, State
 from keyhole.methods.zo.directions import AtLook, Dense
 from keyhole.methods.zo.estimators import Looks, Pair
 from keyhole.methods.zo.low_rank import merge, saved
@@ -157,14 +157,14 @@ class LowRank(Dense):
         update, factors = self.update, self.factors
         return (update.changed + factors.changed) / (update.trained_numel + factors.parts.numel)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         return saved.to_state(self.factors)
 
-    def load(self, state: Mapping[str, Any], steps: int) -> None:
+    def load(self, state: Saved, steps: int) -> None:
         saved.check_guide(self.factors, state, guided=self.guide is not None)
         saved.from_state(self.factors, state, steps)
 
-    def learned_beside(self, state: Mapping[str, Any]) -> FactoredLayers | None:
+    def learned_beside(self, state: Saved) -> FactoredLayers | None:
         """The same layers with the factors of a checkpoint; the model does not use them."""
         steps, own = int(state["step_count"]), self.factors
         if steps % own.refresh == 0 and "kept" not in state:

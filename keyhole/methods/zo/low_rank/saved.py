@@ -18,11 +18,10 @@ of its run. A method that is then made on the model gets everything folded into 
 of this: its output directory holds an ordinary model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from keyhole.disk.json_text import read_json
 from keyhole.disk.tensors import MethodState
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
+from keyhole.methods.base import Saved, State
 from keyhole.methods.settings import check_values
 from keyhole.methods.zo.low_rank.factors import Factors, Fold, Kept
 from keyhole.methods.zo.low_rank.guide import Guide
@@ -46,9 +46,9 @@ AT_ONCE = 2**30
 STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"  # as checkpoint/state.py has them
 
 
-def to_state(factors: Factors) -> dict[str, Any]:
+def to_state(factors: Factors) -> State:
     """Tensors for a checkpoint."""
-    state: dict[str, Any] = {"factors": factors.now}
+    state: State = {"factors": factors.now}
     if factors.found_for == factors.period:
         state["directions"] = factors.v
     if not factors.folds:
@@ -67,7 +67,7 @@ def _changing(factors: Factors) -> list[Unit]:
     return [unit for unit in others if any(t.param.requires_grad or id(t) in drawn for t in unit.tensors)]
 
 
-def from_state(factors: Factors, state: Mapping[str, Any], steps: int, homes: bool = True) -> None:
+def from_state(factors: Factors, state: Saved, steps: int, homes: bool = True) -> None:
     """Loads the tensors of a checkpoint after `steps` steps. homes: for a light checkpoint, also the weights at home
     that it contains."""
     if "factors" not in state or state["factors"].shape != factors.now.shape:
@@ -88,7 +88,7 @@ def from_state(factors: Factors, state: Mapping[str, Any], steps: int, homes: bo
     factors.found_for = period if "directions" in state else None
 
 
-def _take_homes(factors: Factors, state: Mapping[str, Any]) -> None:
+def _take_homes(factors: Factors, state: Saved) -> None:
     """Copies the saved homes, in the order of units: their numbers depend on how many units a memory budget cuts the
     blocks between them into. ValueError if they are of other units."""
     saved = sorted((name for name in state if name.startswith("home.")), key=lambda name: int(name[len("home.") :]))
@@ -101,7 +101,7 @@ def _take_homes(factors: Factors, state: Mapping[str, Any]) -> None:
     factors.model.engine.invalidate()
 
 
-def check_guide(factors: Factors, state: Mapping[str, Any], guided: bool) -> None:
+def check_guide(factors: Factors, state: Saved, guided: bool) -> None:
     """Refuses a state whose V were found from data, if this run draws V, and the reverse: within a period the factors
     would be multiplied by another V, and V of kept periods would be lost."""
     found = "directions" in state or "kept_v" in state
