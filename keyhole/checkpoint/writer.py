@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ from keyhole.disk.tensors import Files, MethodState, Ranges, Spec, create, lay_o
 from keyhole.errors import NonFinite
 from keyhole.machine.host import host_memory
 from keyhole.methods import METHODS
-from keyhole.methods.base import Method
+from keyhole.methods.base import Method, Saved
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import saved_buffers
@@ -231,7 +230,7 @@ def saved_bytes(model: Model, tensors: Tensors, light: bool = False) -> int:
     return (0 if light else weights) + sum(int(tensor.nbytes) for tensor in tensors.values()) + MARGIN_BYTES
 
 
-def split_state(method_state: Mapping[str, Any]) -> tuple[Tensors, Json]:
+def split_state(method_state: Saved) -> tuple[Tensors, Json]:
     """(tensors, the rest) of a method's state."""
     tensors = {name: value for name, value in method_state.items() if isinstance(value, torch.Tensor | Ranges)}
     return tensors, {name: value for name, value in method_state.items() if name not in tensors}

@@ -176,7 +176,7 @@ class _Twice(ValueError):
 def parse_json(text: str) -> Any:
     """A JSON value; ValueError for a repeated key, whose second value would silently win."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
             twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -343,7 +343,7 @@ def read_parquet(path: Path) -> Iterator[Record]:
         raise UserError(f"{path}: not a readable Parquet file (after row {number}): {error}") from None
 
 
-def nested(value: Any) -> Any:
+def nested(value: object) -> object:
     """The value without nested keys that are null; a map, which Arrow gives as a list of pairs, as an object."""
     if isinstance(value, list) and value and all(type(x) is tuple and len(x) == 2 and type(x[0]) is str for x in value):
         if len(found := dict(value)) != len(value):

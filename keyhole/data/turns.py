@@ -45,7 +45,7 @@ def wrong(record: Record, column: str, expected: str, value: object) -> UserErro
     return UserError(f"{record.where}: column {printable(column, 80)}: expected {expected}, found {found}")
 
 
-def parsed(value: Any) -> Any:
+def parsed(value: object) -> Any:
     """A list or an object; in CSV it is written as JSON."""
     try:
         return parse_json(value) if isinstance(value, str) and value.strip() else value

@@ -41,13 +41,13 @@ RESULT = re.compile(rb'\{\s*(?:"(?:model|dtype|device)": "[^\n]*",\s*)*"results"
 PAGE = re.compile(rb'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" ')
 
 
-def json_text(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+def json_text(value: object, *, indent: int | None = None, default: Callable[[Any], object] | None = None) -> str:
     """The value as strict JSON, without a line break at the end. default: as in json.dumps."""
     stricter = None if default is None else lambda each: strict(default(each))
     return json.dumps(strict(value), indent=indent, default=stricter, allow_nan=False)
 
 
-def strict(value: Any) -> Any:
+def strict(value: object) -> Any:
     """The value with None in the place of every float that is not finite, and its name where it is a key."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -124,7 +124,7 @@ def finite(value: object) -> float | None:
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
 
 
-def decode(value: Any, kind: Any, most: int | None = None) -> Any:
+def decode(value: object, kind: Any, most: int | None = None) -> Any:
     """The JSON value as one of this type; ValueError if it is none."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

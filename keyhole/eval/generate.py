@@ -16,10 +16,9 @@ whose others by four, is none.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
 
 from keyhole.data.capacity import check_ids, context_length
 from keyhole.data.tasks.encode import Encoder
@@ -31,7 +30,10 @@ from keyhole.ranks import Ranks
 
 MOST_ROWS = 64
 Watch = Callable[[list[list[int]]], Iterable[list[int]]]  # iterates over the batches, with a progress bar
-PLAIN = {"do_sample": False, "num_beams": 1}  # greedy; the model's own generation_config.json is then put aside
+PLAIN: dict[str, object] = {
+    "do_sample": False,
+    "num_beams": 1,
+}  # greedy; the model's own settings are put aside
 
 
 def generate_answers(
@@ -70,7 +72,7 @@ def continue_prompts(
     stop: Sequence[str] = (),
     batch_tokens: int = BATCH_TOKENS,
     watch: Watch = iter,
-    settings: dict[str, Any] | None = None,
+    settings: dict[str, object] | None = None,
     apart: bool = False,
 ) -> list[str]:
     """The text generated after each prompt of tokens, in order. settings: of Transformers' generation
@@ -97,7 +99,7 @@ def answer_prompts(
     prompts: list[list[int]],
     new: int,
     stop: Sequence[str] = (),
-    settings: dict[str, Any] = PLAIN,
+    settings: dict[str, object] = PLAIN,
     apart: bool = False,
 ) -> list[str]:
     """The answers to one batch of prompts, of at most `new` tokens each. settings: of Transformers' generation; apart:
@@ -109,7 +111,7 @@ def answer_prompts(
     pad = next((i for i in (tokenizer.pad_token_id, own.pad_token_id, first_end) if i is not None), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    options: dict[str, Any] = settings | {"max_new_tokens": new, "pad_token_id": pad, "eos_token_id": ends}
+    options: dict[str, object] = settings | {"max_new_tokens": new, "pad_token_id": pad, "eos_token_id": ends}
     options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
     try:
         with _without_own(model.module) if settings is PLAIN else nullcontext():
@@ -121,7 +123,7 @@ def answer_prompts(
     return [cut_at(text, stop) for text in texts]
 
 
-def text_after(tokenizer: Any, before: list[int], ids: list[int]) -> str:
+def text_after(tokenizer: PreTrainedTokenizerBase, before: list[int], ids: list[int]) -> str:
     """The text of the tokens `ids` where they follow the tokens `before`."""
     texts = [before, [*before, *ids], ids]
     start, whole, alone = tokenizer.batch_decode(texts, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -142,7 +144,7 @@ def _without_own(module: torch.nn.Module) -> Iterator[None]:
 class _Stops(StoppingCriteria):
     """Ends a row whose last tokens contain a stop string."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], width: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], width: int) -> None:
         self.tokenizer, self.stop, self.width = tokenizer, stop, width
         self.tail = max(map(len, stop)) + 4  # tokens; each has at least one character, except pieces of one
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import PretrainedConfig, Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -268,7 +268,7 @@ def trains_nothing(batches: list[dict[str, torch.Tensor]]) -> bool:
     return len(labels) == len(batches) and all(bool((each[:, 1:] == IGNORED).all()) for each in labels)
 
 
-def no_labels(config: Any, rows: int) -> torch.Tensor:
+def no_labels(config: PretrainedConfig, rows: int) -> torch.Tensor:
     """Labels for rows that have none, in the form that a classifier's loss needs; the loss is not used."""
     problem = problem_of(config)
     if problem == MULTI_LABEL or (problem == REGRESSION and config.num_labels > 1):
@@ -286,7 +286,7 @@ class Shell(nn.Module):
         object.__setattr__(self, "module_", module)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PretrainedConfig:
         return self.module_.config
 
     def forward(self, *args: object, **options: object) -> None:

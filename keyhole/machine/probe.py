@@ -75,7 +75,7 @@ def cuda_versions() -> dict[str, str | None]:
     return {"built_for": torch.version.cuda, "driver": words[0] if words else None}
 
 
-def copy_speed(copies: list[tuple[Any, Any, Any]], rounds: int) -> float:
+def copy_speed(copies: "list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]]", rounds: int) -> float:
     """GB/s of copying (target, source) on its stream, in turn; all streams at once."""
     import torch
 

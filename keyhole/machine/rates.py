@@ -69,7 +69,7 @@ class Rates:
         share = self.both / max(self.up, self.down)
         return replace(self, up=rate, down=rate, both=rate * share)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
         return asdict(self) | {"products": {str(rows): rate for rows, rate in self.products.items()}}
 

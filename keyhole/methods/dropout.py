@@ -37,7 +37,7 @@ def dropout_rates(module: nn.Module) -> dict[str, float]:
     return found
 
 
-def _is_rate(key: str, value: Any) -> bool:
+def _is_rate(key: str, value: object) -> bool:
     named = key == "p" or "drop" in key
     return named and isinstance(value, int | float) and not isinstance(value, bool) and not value <= 0
 

@@ -23,12 +23,12 @@ Fault = tuple[str, str]  # a key of the config, and the error in its value
 Rates = tuple[float, tuple[float, float]]  # a learning rate, and the range of rates that worked
 
 
-def python(default: Any) -> Any:
+def python(default: object) -> Any:
     """A field that has no key in a config."""
     return field(default=default, metadata={"python": True})
 
 
-def keyed(default: Any, key: str) -> Any:
+def keyed(default: object, key: str) -> Any:
     """A field that has another name in a config."""
     return field(default=default, metadata={"key": key})
 
@@ -146,10 +146,10 @@ class AdamSettings(MethodSettings):
     eps: Positive = keyed(1e-8, "adam_epsilon")
 
 
-_KINDS: dict[type, dict[str, Any]] = {}
+_KINDS: dict[type, dict[str, object]] = {}
 
 
-def kinds(cls: type) -> dict[str, Any]:
+def kinds(cls: type) -> dict[str, object]:
     """The types of a dataclass's fields, by name; read once."""
     if cls not in _KINDS:
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -157,7 +157,7 @@ def kinds(cls: type) -> dict[str, Any]:
     return _KINDS[cls]
 
 
-def check_values(cls: type, given: Mapping[str, Any], section: str) -> None:
+def check_values(cls: type, given: Mapping[str, object], section: str) -> None:
     """UserError for a setting that is not of its type or outside of its bounds."""
     for name, value in given.items():
         kind = kinds(cls).get(name, Any)

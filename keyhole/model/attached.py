@@ -91,7 +91,7 @@ class Attached(Protocol):
 class AttachedMethods:
     """The methods that were made on a model, as far as their updates are not at home yet, and the steps they made."""
 
-    def __init__(self, module: Any, weights: DeviceWeights, ranks: Ranks, placed: Placed | None) -> None:
+    def __init__(self, module: nn.Module, weights: DeviceWeights, ranks: Ranks, placed: Placed | None) -> None:
         self.module, self.weights, self.ranks, self.placed = module, weights, ranks, placed
         self.engine, self.layout, self.formats = weights.engine, weights.layout, weights.formats
         self.addon: Addon | None = None
@@ -112,7 +112,7 @@ class AttachedMethods:
         self._plain: list[FlatTensor] = []  # whose parameters point to their homes, and the addresses of these
         self._addresses: list[int] = []
         self._tables: list[dict[str, Any]] = []  # of the module and all modules in it: parameters and modules by name
-        self._members: list[Any] = []  # the values of these tables, when they were last checked
+        self._members: list[object] = []  # the values of these tables, when they were last checked
 
     def check_new(self, name: str) -> None:
         """Called before a method of this name is made: refuses one that would replace adapters, or train below them."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -54,6 +54,9 @@ from keyhole.ops.autocast import without_autocast
 from keyhole.ranks import Ranks
 from keyhole.weak import weakly
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -63,7 +66,7 @@ class Model:
 
     def __init__(
         self,
-        module: Any,
+        module: "PreTrainedModel",
         layout: Layout,
         engine: Engine,
         formats: Wire,
@@ -76,12 +79,12 @@ class Model:
         changes: Changes | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.module: Any = module  # a class of Transformers
+        self.module = module
         self.layout, self.engine = layout, engine
         self.blocks = find_blocks(module)  # now: between passes, weights of packed units are empty tensors
         self.formats, self.dtype = formats, formats.dtype
         self.device = engine.device
-        self.config: Any = module.config
+        self.config: PretrainedConfig = module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
         self.drawn = False  # some weights were initialised at random: a new head, or all of them
         self.drawn_head: list[FlatTensor] = []  # those of a new head
@@ -122,7 +125,7 @@ class Model:
         if graphs and self.device.type == "cuda" and is_recordable:
             self.graphs = BlockGraphs(self, self.blocks)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UserError("a model holds page-locked memory, and is not copied or pickled; load it again")
 
     def __repr__(self) -> str:
@@ -268,7 +271,7 @@ class Model:
     @without_autocast()
     @torch.no_grad()
     def generate(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: object
     ) -> torch.Tensor:
         """HF generation; a streamed model crosses the link once per token of a batch."""
         return evaluation.generate(self, input_ids, attention_mask, options)

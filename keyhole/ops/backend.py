@@ -60,7 +60,7 @@ def use_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and not TRITON_MISSING
 
 
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 

@@ -34,8 +34,8 @@ from keyhole.report.entries import Entry
 PROJECT = "keyhole"  # default, if the library's own setting does not say otherwise
 OPEN_S, CLOSE_S = 20.0, 30.0  # how long the start and the end of a run wait for a tracker
 MOST = 10**6  # entries in a queue
-Write = Callable[[int, dict[str, float]], Any]  # the numbers of a step
-Opened = tuple[Write, Callable[[], Any]]  # write, close
+Write = Callable[[int, dict[str, float]], object]  # the numbers of a step
+Opened = tuple[Write, Callable[[], object]]  # write, close
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class Judge:
         return entry is not None and wanted.keys() <= entry.keys() and wanted[count] == entry[count]
 
     def _score(self, model: Model, tasks: Sequence[Task], prefix: str, stop: Stop, keep: Keep) -> Entry | None:
-        def watch(groups: list[Any]) -> Iterator[Any]:
+        def watch(groups: list[list[int]]) -> Iterator[list[int]]:
             for group in groups:
                 if not model.ranks.several and stop():  # ranks stop together, between tasks
                     raise Stopped
@@ -240,7 +240,7 @@ def as_published(name: str, value: float) -> str:
 LOSSES = ("loss", "perplexity")
 
 
-def value_of(found: dict[str, Any], metric: str) -> float | None:
+def value_of(found: Entry, metric: str) -> float | None:
     """A metric of an evaluation, with or without `eval_` before its name; None if it has no such number."""
     name = metric.removeprefix("eval_")
     return next((float(found[key]) for key in (f"eval_{name}", name) if found.get(key) is not None), None)
@@ -253,7 +253,7 @@ class Selection:
         self,
         config: TrainConfig,
         metric: str = "loss",
-        saved: dict[str, Any] | None = None,
+        saved: Entry | None = None,
         questions: list[str] | None = None,
         rows: str | None = None,
     ) -> None:
@@ -301,7 +301,7 @@ class Selection:
         """Seconds of training so far, over all processes of the run."""
         return self.seconds_before + time.monotonic() - self.began_s
 
-    def note(self, step: int, found: dict[str, Any]) -> None:
+    def note(self, step: int, found: Entry) -> None:
         """Adds an evaluation."""
         value = value_of(found, self.metric)
         if value is None:
@@ -331,7 +331,7 @@ class Selection:
         name, value = self.metric.removeprefix("eval_"), self.values[step]
         return f"{name} {value:.4f}" if name == "loss" else as_published(name, value)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Entry:
         """For a checkpoint."""
         found = {"evaluations": strict(sorted(self.values.items())), "seconds": self.seconds}
         found |= {"metric": self.metric, "rows": self.rows}

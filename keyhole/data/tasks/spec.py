@@ -148,7 +148,7 @@ class _Shown(NodeTransformer):
         return self.generic_visit(nodes.Concat(parts, lineno=node.lineno))
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> Any:
     """The value; refuses values that are not text, a finite number, a boolean or a date."""
     found = "" if isinstance(value, jinja2.Undefined) else no_text(value)  # a missing name raises when it is written
     if found:
@@ -172,7 +172,7 @@ def _of_text(filter: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, which refuses values that are not text; Jinja may pass a context before the value."""
 
     @functools.wraps(filter)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> Any:
         _shown(next((value for value in args if not isinstance(value, CONTEXTS)), ""))
         return filter(*args, **kwargs)
 

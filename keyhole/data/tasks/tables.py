@@ -154,7 +154,7 @@ def _unlabelled(spec: TaskSpec) -> set[str]:
     return set(NO_LABEL) - known
 
 
-def spelled(value: Any) -> str:
+def spelled(value: object) -> str:
     """A label as text: true and True are the same, and so are 1, 1.0 and "1"."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -162,7 +162,7 @@ def spelled(value: Any) -> str:
     return text[:-2] if text.endswith(".0") and text[:-2].removeprefix("-").isdecimal() else text
 
 
-def lookup(row: Any, path: str) -> Any:
+def lookup(row: object, path: str) -> Any:
     """The value of a column or at a dotted path; MISSING if there is none."""
     if isinstance(row, dict) and path in row:
         return row[path]
@@ -182,7 +182,7 @@ def _opened(rows: list[Row], paths: tuple[str, ...]) -> list[Row]:
     return rows
 
 
-def _with(row: Row, path: str, item: Any) -> Row:
+def _with(row: Row, path: str, item: object) -> Row:
     """A copy of the row with another value at this path."""
     head, _, rest = path.partition(".")
     return {**row, path: item} if path in row else {**row, head: _with(row[head], rest, item)}

@@ -37,7 +37,9 @@ class _Adapted(torch.autograd.Function):
     """y, which holds x W^T + b, plus the adapter; in place, unless y has a graph of its own (layer: None)."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, x: Any, dropped: Any, a: Any, b: Any, layer: Any, scale: float) -> Any:
+    def forward(
+        ctx: Any, y: torch.Tensor, x: Any, dropped: Any, a: Any, b: Any, layer: Any, scale: float
+    ) -> torch.Tensor:
         x_MI, a_rI, b_Or = _flat(x if dropped is None else dropped), a.to(y.dtype), b.to(y.dtype)
         z_Mr = x_MI @ a_rI.t()
         ctx.save_for_backward(x_MI, z_Mr)
@@ -51,7 +53,7 @@ class _Adapted(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_MI, z_Mr = ctx.saved_tensors
         wants_y, wants_x, wants_dropped, wants_a, wants_b, _, _ = ctx.needs_input_grad
         dy_MO, a_rI, b_Or = _flat(dy), ctx.a.to(dy.dtype), ctx.b.to(dy.dtype)
@@ -99,7 +101,7 @@ def use_products(layer: Any) -> None:
     the forward holds a weak reference to the layer; otherwise this cycle would keep the weights alive."""
     theirs, owner = type(layer).forward, weakref.ref(layer)
 
-    def forward(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def forward(x: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
         layer: Any = owner()
         if layer.disable_adapters or layer.merged or args or options:
             return theirs(layer, x, *args, **options)

@@ -299,20 +299,20 @@ def _read_config(path: Path, weights: Path) -> Any:
         raise UserError(f"model: {file} cannot be read: {error}") from error
 
 
-def _expected(most: int) -> dict[str, tuple[Callable[[Any], bool], str]]:
+def _expected(most: int) -> dict[str, tuple[Callable[[object], bool], str]]:
     """For keys of a config: whether a value is valid, and what is. most: the largest side of a stored matrix."""
 
-    def is_rank(value: Any) -> bool:
+    def is_rank(value: object) -> bool:
         return type(value) is int and 1 <= value <= most
 
     def is_number(value: Any) -> bool:
         return type(value) in (int, float) and abs(value) < 1e9
 
-    def is_table(value: Any, of: Callable[[Any], bool]) -> bool:
+    def is_table(value: Any, of: Callable[[object], bool]) -> bool:
         names = isinstance(value, dict) and all(re.fullmatch(r"\^?[\w.-]+", name) for name in value)
         return not value or (names and all(map(of, value.values())))
 
-    def are_names(value: Any) -> bool:
+    def are_names(value: object) -> bool:
         return isinstance(value, str) or isinstance(value, list) and all(isinstance(name, str) for name in value)
 
     rank = f"a rank; the stored matrices have sides from 1 to {most}"

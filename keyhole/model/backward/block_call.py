@@ -9,7 +9,7 @@ A block may get objects that all blocks share, in which it leaves tensors for la
 """
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ KNOWN = torch.Tensor | None | bool | int | float | str | torch.dtype | torch.dev
 class BlockCall:
     """A call of a block with these arguments. `values` are its inputs: tensors and whatever else it gets."""
 
-    def __init__(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, forward: Callable, args: tuple, kwargs: dict[str, object]) -> None:
         self.forward = forward
         self.mappings: Values = [x for x in (*args, *kwargs.values()) if isinstance(x, MutableMapping)]
         self.empty = [_emptied(mapping) for mapping in self.mappings]
@@ -75,7 +75,7 @@ class BlockCall:
         return output
 
 
-def _emptied(mapping: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+def _emptied(mapping: MutableMapping[Hashable, object]) -> MutableMapping[Hashable, object]:
     """A mapping of the same class and attributes, without entries."""
     found, entries = copy.copy(mapping), dict(mapping)
     found.clear()
@@ -126,7 +126,7 @@ class BlockGraph:
         return False
 
 
-def floats(value: Any) -> list[torch.Tensor]:
+def floats(value: object) -> list[torch.Tensor]:
     """Its floating-point tensors, in order: those that may have gradients."""
     return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and v.is_floating_point()]
 

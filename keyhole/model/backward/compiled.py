@@ -67,7 +67,7 @@ class Compiled:
         changes.set(compiler("torch._functorch", "donated_buffer"), False)  # else no graph could run backward twice
         self.run, self.run_offering = (torch.compile(f, backend=backend) for f in (_forward, _offering_forward))
 
-    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], saved: "Saved") -> Any:
+    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, object], saved: "Saved") -> Any:
         with self.offering(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             return (self.run if self.offer is None else self.run_offering)(block, self.keep, args, kwargs)
 
@@ -87,7 +87,7 @@ class Saved:
         self.store, self.last = store, True
         self.on_host: list[HostActivation] = []
 
-    def pack(self, x: torch.Tensor) -> Any:
+    def pack(self, x: torch.Tensor) -> torch.Tensor | HostActivation:
         address = x.data_ptr()
         param = self.params.get(address)
         if param is not None and param.shape == x.shape and param.stride() == x.stride():  # not its transpose
@@ -98,7 +98,7 @@ class Saved:
             return stored
         return x
 
-    def unpack(self, value: Any) -> torch.Tensor:
+    def unpack(self, value: torch.Tensor | HostActivation) -> torch.Tensor:
         if isinstance(value, nn.Parameter):
             return value.data
         return value.get(self.last) if isinstance(value, HostActivation) else value

@@ -296,7 +296,7 @@ class Tape:
         """A context in which every call of a block is recorded."""
 
         def recorded(i: int, block: nn.Module, forward: Callable) -> Callable:
-            def call(*args: Any, **kwargs: Any) -> Any:
+            def call(*args: object, **kwargs: object) -> Any:
                 index = current_pass()
                 visit = self.keeping.visit(i, index, block, BlockCall(forward, args, kwargs))
                 if not self.stops or index in self.stops[-1] or next(iter(self.stops[-1].values())).block != i:
@@ -322,7 +322,7 @@ class Tape:
         return any(isinstance(origin, torch.Tensor) for visit in later for origin in visit.origins.values())
 
 
-def _fresh(value: Any) -> Any:
+def _fresh(value: object) -> Any:
     """The tensor as one that is no view: compiled code is compiled again for views of another shape of tensor."""
     return value if not isinstance(value, torch.Tensor) or value.requires_grad else value.data
 

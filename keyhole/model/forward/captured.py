@@ -29,9 +29,8 @@ token ids and nothing else: then the mask depends on shapes, which are the same 
 an `attention_mask` or `position_ids` in a batch (`is_plain`) the model's own mask stays.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ from torch import nn
 from keyhole.model.batch import DeviceBatch
 
 NAME = "attention_mask"
-Call = tuple[int, Any]  # a block's id, and the shape of its input
+Call = tuple[int, torch.Size | None]  # a block's id, and the shape of its input
 
 
 class Branches:
@@ -85,7 +84,7 @@ def noted(blocks: Iterable[nn.Module]) -> Iterator[set[Call]]:
     without: set[Call] = set()
     masked: set[Call] = set()
 
-    def note(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note(block: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         (without if kwargs.get(NAME, masked) is None else masked).add(_call(block, args))
 
     with _hooked(blocks, note):
@@ -97,7 +96,7 @@ def noted(blocks: Iterable[nn.Module]) -> Iterator[set[Call]]:
 def left_out(blocks: Iterable[nn.Module], without: set[Call]) -> Iterator[None]:
     """Removes the masks of these calls."""
 
-    def remove(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def remove(block: nn.Module, args: tuple, kwargs: dict[str, object]) -> tuple[tuple, dict[str, object]] | None:
         if kwargs.get(NAME) is None or _call(block, args) not in without:
             return None
         return args, kwargs | {NAME: None}
@@ -107,7 +106,7 @@ def left_out(blocks: Iterable[nn.Module], without: set[Call]) -> Iterator[None]:
 
 
 @contextmanager
-def _hooked(blocks: Iterable[nn.Module], hook: Any) -> Iterator[None]:
+def _hooked(blocks: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
     with ExitStack() as handles:
         for block in blocks:
             handles.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))

@@ -23,7 +23,7 @@ from keyhole.machine.settings import Changes, compiler
 RECOMPILES = 64
 
 
-def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _forward(block: nn.Module, args: tuple, kwargs: dict[str, object]) -> Any:
     return type(block).forward(block, *args, **kwargs)
 
 
@@ -50,7 +50,7 @@ def compile_forward(model: Any, backend: str = "inductor") -> None:
     run, model_of = torch.compile(_forward, backend=backend), weakref.ref(model)
 
     def compiled(block: nn.Module, ordinary: Callable) -> Callable:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> Any:
             conductor = None if torch.is_grad_enabled() or (owner := model_of()) is None else owner.conductor
             if conductor is None or not conductor.block_at_once:
                 return ordinary(*args, **kwargs)

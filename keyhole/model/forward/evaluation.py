@@ -13,7 +13,7 @@ Legend: B rows, L labels, M tokens looked up, N trained tokens.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,8 +23,9 @@ from keyhole.model.batch import Batch, DeviceBatch, check_tokens
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningChoice, RunningNLL
 
+T = TypeVar("T")
 # (hidden states of all passes, spine) -> one result per pass; called within the sweep.
-Result = Callable[[list[torch.Tensor], torch.Tensor], list[Any]]
+Result = Callable[[list[torch.Tensor], torch.Tensor], list[T]]
 
 
 def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -57,13 +58,13 @@ def class_logits(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Ten
     return [(x.float(), model.head.nll(x, b.target_N)) for x, b in zip(found, batches, strict=True)]
 
 
-def evaluated(model: Any, batches: list[DeviceBatch], result: Result) -> list[Any]:
+def evaluated(model: Any, batches: list[DeviceBatch], result: Result[T]) -> list[T]:
     """Runs one pass per batch; returns one result per pass."""
     model.apply_deferred()
     return swept(model, batches, result)
 
 
-def swept(model: Any, batches: list[DeviceBatch], result: Result) -> list[Any]:
+def swept(model: Any, batches: list[DeviceBatch], result: Result[T]) -> list[T]:
     """Like `evaluated`, without deferred updates: at the weights that are at home."""
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
@@ -172,7 +173,7 @@ def logits(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def generate(
-    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, options: dict[str, Any]
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, options: dict[str, object]
 ) -> torch.Tensor:
     """The tokens of the prompts and of their answers. options: those of Transformers' `generate`."""
     if model.classifies:
@@ -184,7 +185,7 @@ def generate(
         return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)
 
 
-def check_ids(model: Any, input_ids: Any) -> None:
+def check_ids(model: Any, input_ids: object) -> None:
     """Refuses what is no batch of tokens of the model: on a GPU an unknown token would end the process."""
     if not isinstance(input_ids, torch.Tensor):
         found = type(input_ids).__name__

@@ -68,7 +68,7 @@ class BlockGraphs(Recorder):
         shape = tuple((t.start - first, t.shape) for t in vectors)
         hooks = UsersHooks(part for part in block.modules() if part is not block)  # its own are called around `forward`
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: object) -> Any:
             conductor, ordinary = self.model.conductor, self.ordinary[i]
             steady = conductor is not None and conductor.steady
             if not (adjacent and steady and args and self._is_small(unit, args[0])) or hooks.any():
@@ -89,7 +89,7 @@ class BlockGraphs(Recorder):
 
         return forward
 
-    def _is_small(self, unit: Unit, hidden: Any) -> bool:
+    def _is_small(self, unit: Unit, hidden: torch.Tensor) -> bool:
         """Large products keep the GPU busy for longer than their launch takes, so a graph gains nothing."""
         limit = SMALL_FLOP if self.model.methods.low_rank is None else SMALL_FLOP_WITH_FACTORS
         return 2 * unit.numel * hidden.numel() // hidden.shape[-1] <= limit
@@ -104,7 +104,7 @@ class BlockGraphs(Recorder):
             begin = tensor.start - first
             tensor.param.data = own[begin : begin + tensor.shape.numel()].view(tensor.shape)
 
-    def _replay(self, here: tuple, ordinary: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _replay(self, here: tuple, ordinary: Callable, args: tuple, kwargs: dict[str, object]) -> Any:
         """here: the graph's key, and the block's index."""
         key, tensors = here[0], tensors_of((args, kwargs))
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]  # None: has no version
@@ -122,6 +122,6 @@ class BlockGraphs(Recorder):
             return expected
         return output
 
-    def _record(self, ordinary: Callable, args: tuple, kwargs: dict[str, Any]) -> Recording | None:
+    def _record(self, ordinary: Callable, args: tuple, kwargs: dict[str, object]) -> Recording | None:
         one = self.capture(lambda: ordinary(*args, **kwargs))
         return None if one is None or signature_of(one.result) is None else one

@@ -103,7 +103,7 @@ class Patches:
     """The patches in the modules of one model."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def pre_hook(self, module: nn.Module, hook: Callable) -> None:
         """Calls `hook` before the module's forward."""
@@ -118,7 +118,7 @@ class Patches:
         own: Any = type(module)
 
         @wraps(own.save_pretrained)
-        def save_pretrained(*args: Any, **options: Any) -> Any:
+        def save_pretrained(*args: object, **options: object) -> object:
             if options.get("state_dict") is None:
                 hook()
             return type(found()).save_pretrained(found(), *args, **options)

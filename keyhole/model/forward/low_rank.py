@@ -73,7 +73,7 @@ class Share:
         if lead.numel() != self.tokens or not by_rows:
             raise NotByRows(f"an input of {tuple(x.shape)} for {self.rows} rows and {self.tokens} tokens")
 
-    def rows_of(self, look: int, value: Any) -> Any:
+    def rows_of(self, look: int, value: object) -> Any:
         """The rows of a look; a value without rows is the same for all looks."""
         if isinstance(value, tuple):
             return type(value)(self.rows_of(look, part) for part in value)
@@ -175,14 +175,14 @@ class _Asks:
     """Replaces a module's forward by `run`, which is given the factors, while there are any and no gradients. Once per
     model and module."""
 
-    def __init__(self, model: Factored, module: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, model: Factored, module: nn.Module, run: Forward) -> None:
         self.model: Callable[[], Factored | None] = weakref.ref(model)
         self.ordinary, self.run = module.forward, run
         if id(module) not in model.factored:
             model.factored.add(id(module))
             model.patches.forward(module, self.forward)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         owner = self.model()
         if owner is None or owner.methods.low_rank is None or torch.is_grad_enabled():
             return self.ordinary(*args, **kwargs)
@@ -244,7 +244,7 @@ def install_by_look(model: Factored, modules: list[nn.Module]) -> None:
 def _by_look(module: nn.Module) -> Forward:
     module_of = cast(Callable[[], nn.Module], weakref.ref(module))
 
-    def run(factors: LowRank, ordinary: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run(factors: LowRank, ordinary: Forward, *args: object, **kwargs: object) -> Any:
         share = factors.running
         if share is None or share.count == 1:
             factors.point(module_of(), None if share is None else share.first, several=False)
@@ -283,7 +283,7 @@ def install_once(model: Factored, blocks: list[nn.Module]) -> None:
 
 
 def _once(block: int, same: dict[tuple, bool]) -> Forward:
-    def run(factors: LowRank, ordinary: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run(factors: LowRank, ordinary: Forward, *args: object, **kwargs: object) -> Any:
         share = factors.running
         if share is None or share.count == 1:
             return ordinary(*args, **kwargs)
@@ -317,12 +317,12 @@ def _alike(values: tuple, share: Share, same: dict[tuple, bool]) -> bool:
     return same[key]
 
 
-def _inside(value: Any) -> list[Any]:
+def _inside(value: object) -> list[object]:
     """The value, and everything in the tuples that it consists of."""
     return [value, *(part for one in value for part in _inside(one))] if isinstance(value, tuple) else [value]
 
 
-def _repeated(output: Any, rows: int, count: int) -> Any:
+def _repeated(output: object, rows: int, count: int) -> object:
     """An output for the rows of all looks."""
     if isinstance(output, tuple):
         return type(output)(_repeated(part, rows, count) for part in output)
