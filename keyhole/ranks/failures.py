@@ -35,12 +35,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from keyhole.errors import UserError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 FAILED, HEARD = "failed", "heard"
 POLL_S = 0.05
@@ -61,7 +58,7 @@ class Failures:
     """What this rank knows about the failures of others. connect: opens a connection to the store; each thread has its
     own."""
 
-    def __init__(self, connect: Callable[[], "Store"], rank: int, size: int, limit_s: float) -> None:
+    def __init__(self, connect: Callable[[], Any], rank: int, size: int, limit_s: float) -> None:
         self.connect, self.rank, self.limit_s = connect, rank, limit_s
         self.store = connect()
         self.where = {rank: f"{socket.gethostname()}, process {os.getpid()}"}
@@ -186,7 +183,7 @@ class Failures:
             self.wake.wait(min(MOST_BEAT_S, self.limit_s / 6))
             self.wake.clear()
 
-    def _listen(self, store: "Store") -> str:
+    def _listen(self, store: Any) -> str:
         """What is wrong with the others; "" if nothing is."""
         for rank in self.watched:
             if store.check([key := f"alive/{rank}"]):
