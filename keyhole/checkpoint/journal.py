@@ -7,11 +7,10 @@ The weights after step t are a function of the base weights and of
 so 4 (1 + q) + 48 bytes per step make every step durable, and a run can be shared as base + journal. The file:
 
     header    "KEYHOLEJ", version u32, length u32, JSON, CRC-32 of all of that
-    record    step, seed, epoch, row u64; weight_decay f64; device u32; lr, c_1 .. c_q, memory f32; CRC-32
+    record    step, seed, epoch, row u64; weight_decay f64; device u32; lr, c_1 .. c_q f32; CRC-32
 
 All numbers are little endian. (epoch, row) is the position in the data after the step. lr and c are exactly the numbers
 of the update (methods/zo/estimators.py; mezo's c_i is g_i/q after clipping), and all zero if a loss was not finite.
-`memory` is the state of the estimator and of the rate search after the step; the header says how many numbers it has.
 The CRC of a record is seeded with the header's, so records of another journal are not accepted; steps are consecutive.
 Reading stops at the first record that is incomplete, changed, out of order or not finite: usually the end that a crash
 left incomplete, which is cut off before appending. After a power cut, last records can also have their full length
@@ -45,7 +44,7 @@ from keyhole.errors import UserError
 from keyhole.limits import Limit
 from keyhole.methods import METHODS
 
-MAGIC, VERSION = b"KEYHOLEJ", 3
+MAGIC, VERSION = b"KEYHOLEJ", 4
 FRONT = struct.Struct("<8sII")
 CRC = struct.Struct("<I")
 DEVICES = ("cpu", "cuda")
@@ -79,12 +78,11 @@ class Header:
     config: Json
     versions: Json
     run: str | None = None
-    memory: Annotated[int, Limit(0, 64)] = 0
 
     @property
     def record(self) -> struct.Struct:
         """The struct of a record, without its CRC."""
-        return struct.Struct(f"<4QdI{1 + self.directions + self.memory}f")
+        return struct.Struct(f"<4QdI{1 + self.directions}f")
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,6 @@ class Record:
     weight_decay: float
     device: str
     coef: tuple[float, ...]
-    memory: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ def pack_header(header: Header) -> bytes:
 def pack_record(record: Record, header: Header, seed_crc: int) -> bytes:
     """seed_crc: the header's CRC."""
     numbers = (record.step, record.seed, record.epoch, record.row, record.weight_decay, DEVICES.index(record.device))
-    body = header.record.pack(*numbers, *record.coef, *record.memory)
+    body = header.record.pack(*numbers, *record.coef)
     return body + CRC.pack(zlib.crc32(body, seed_crc))
 
 
@@ -178,14 +175,13 @@ def _read_record(piece: bytes, header: Header, seed_crc: int, step: int) -> Reco
         return f"the record of step {step} is cut off after {len(piece)} of {size} bytes"
     if CRC.unpack(piece[-CRC.size :])[0] != zlib.crc32(piece[: -CRC.size], seed_crc):
         return f"the record of step {step} was changed (its checksum does not match)"
-    found, its_seed, epoch, row, decay, device, *floats = header.record.unpack_from(piece)
+    found, its_seed, epoch, row, decay, device, *coef = header.record.unpack_from(piece)
     if (found, its_seed) != (step, header.seed):
         return f"the record of step {step} holds step {found} of seed {its_seed}"
-    if device >= len(DEVICES) or not all(map(math.isfinite, (decay, *floats))):
-        what = f"device {device}, weight decay {decay}, update {floats}"
+    if device >= len(DEVICES) or not all(map(math.isfinite, (decay, *coef))):
+        what = f"device {device}, weight decay {decay}, update {coef}"
         return f"the record of step {step} holds numbers that no step has: {what}"
-    coef, memory = tuple(floats[: 1 + header.directions]), tuple(floats[1 + header.directions :])
-    return Record(found, its_seed, epoch, row, decay, DEVICES[device], coef, memory)
+    return Record(found, its_seed, epoch, row, decay, DEVICES[device], tuple(coef))
 
 
 def create(path: Path, header: Header) -> Journal:

@@ -53,8 +53,6 @@ def apply_records(method: ZO, records: list[Record]) -> float:
         pass  # one unit after the other
     method.model.engine.wait_for_homes()
     method.step_count = records[-1].step
-    if method.remembers:
-        method.remember(records[-1].memory)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - begin_s

@@ -33,8 +33,6 @@ from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text, writing_to
 from keyhole.disk.json_text import decode, finite, json_text
 from keyhole.errors import UserError
-from keyhole.methods import METHODS
-from keyhole.methods.traits import AUTO_RATE
 from keyhole.report.entries import Entry, is_test, read_metrics
 from keyhole.training import rundir
 from keyhole.training.validation import Judge, Selection, common_metric, value_of
@@ -64,7 +62,6 @@ class Result:
     steps: int = 0
     seconds: float = 0.0
     forwards: float | None = None
-    search_forwards: float = 0.0
     period_forwards: float = 0.0
     period_steps: int = 1
     tokens: int = 0
@@ -76,11 +73,10 @@ class Result:
     kind: str | None = None
 
     def forwards_at(self, step: float) -> float:
-        """Forward passes up to the end of a step, for a method that counts them, in units of a step's rows. A rate
-        search comes first, and its steps cost more or less than others; what comes before each period
-        is added when it begins."""
+        """Forward passes up to the end of a step, for a method that counts them, in units of a step's rows. What
+        comes before each period is added when it begins."""
         periods = math.ceil(step / max(1, self.period_steps))
-        return (self.forwards or 0.0) * step + self.search_forwards + self.period_forwards * periods
+        return (self.forwards or 0.0) * step + self.period_forwards * periods
 
     @property
     def grid(self) -> Point:
@@ -112,13 +108,11 @@ def summarise(trial: Trial, data: Data) -> Result:
     made.dev_metric, made.test_metric = metric.removeprefix("eval_"), common_metric(data.test)
     made.steps, made.tokens = len(steps), sum(entry["tokens"] for entry in steps)
     made.gpu_gib = max((entry["gpu_gib"] for entry in steps if "gpu_gib" in entry), default=None)
-    row, own = METHODS[config.method], own_settings(config)
+    own = own_settings(config)
     if own.forwards is not None:
         rows = config.batch_size * config.gradient_accumulation_steps
         made.forwards = float(own.forwards)
         made.period_forwards, made.period_steps = own.forwards_ahead(rows, len(data.train.dataset))
-        if config.learning_rate == AUTO_RATE:
-            made.search_forwards = row.search_steps * (row.search_passes - made.forwards)
     with suppress(OSError):
         lines = map(str.strip, read_small(run / "log.txt", MOST_LOG_BYTES).decode(errors="replace").splitlines())
         made.warnings = list(dict.fromkeys(line for line in lines if line.startswith(WARNINGS)))

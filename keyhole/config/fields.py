@@ -13,7 +13,7 @@ from keyhole.config.schema import RunConfig, TrainConfig
 from keyhole.limits import fits
 from keyhole.methods import METHODS
 from keyhole.methods.settings import Around, MethodSettings, kinds
-from keyhole.methods.traits import AUTO_RATE, Traits
+from keyhole.methods.traits import Traits
 
 RUN = {each.name for each in dataclasses.fields(RunConfig)}
 
@@ -73,7 +73,7 @@ def own_settings(config: TrainConfig, row: Traits | None = None) -> MethodSettin
 
 def around(config: TrainConfig) -> Around:
     """What a method's settings may contradict."""
-    return Around(config.wire, config.placement, config.max_steps, config.learning_rate == AUTO_RATE)
+    return Around(config.wire, config.placement, config.max_steps)
 
 
 @functools.cache
@@ -109,3 +109,8 @@ REMOVED |= {
 }
 REMOVED |= {f"offload.{name}": LOAD.format(name=name) for name in ("overlap", "reuse_slots", "gather")}
 """Keys of earlier versions that are gone, and what to do instead."""
+
+REMOVED_VALUES = {
+    "learning_rate=auto": "; no rate is searched any more: null is the method's default, and that of "
+    "zo.estimator=fzoo, whose steps are normalised, suits most models"
+}

@@ -17,7 +17,7 @@ import yaml
 
 from keyhole.config import rules
 from keyhole.config.faults import MOST_SHOWN, Finding, refuse, suggest_key, suggest_value
-from keyhole.config.fields import REMOVED, RENAMED, sections, settings
+from keyhole.config.fields import REMOVED, REMOVED_VALUES, RENAMED, sections, settings
 from keyhole.config.schema import TrainConfig
 from keyhole.config.types import NULL_TAG, Mismatch, is_null, parse, show, to_dict, to_node
 from keyhole.errors import UserError
@@ -233,7 +233,7 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
             inside = entry.node.value  # of a list: deeper levels are ignored (aliases can be recursive)
             if isinstance(entry.node, yaml.SequenceNode):
                 inside = [item.value for item in inside if isinstance(item, yaml.ScalarNode)]
-            near = suggest_value(inside, choices(table[key].type))
+            near = suggest_value(inside, choices(table[key].type)) or REMOVED_VALUES.get(f"{key}={inside}", "")
             faults.append(Finding(key, f"found {show(entry.node)}, expected {error}{near}", entry.where))
     return values
 

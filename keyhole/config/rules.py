@@ -20,7 +20,6 @@ from keyhole.config.schema import TrainConfig
 from keyhole.limits import describe, fits
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS, streaming_methods
-from keyhole.methods.traits import AUTO_RATE
 
 OF_METHODS = {"activations", "compile", "rounding", "threads", "adam_beta1", "adam_beta2", "adam_epsilon"}  # of some
 OF_TASKS = ("task_data", "task_splits", "num_train", "num_dev", "num_eval")
@@ -102,18 +101,11 @@ def _method_faults(c: TrainConfig) -> Iterator[Rule]:
         value = vars(c)[key]
         does_not_fit = value is not None and not fits(value, kind)
         yield does_not_fit, key, f"found `{value}`; {row.name} has {describe(kind)}"
-    auto, one_row = c.learning_rate == AUTO_RATE, c.batch_size * c.gradient_accumulation_steps == 1
-    finds = ", ".join(other.name for other in METHODS.values() if other.search_passes)
     wires = row.all_wires(own)
     beside = [how for m in METHODS.values() if (how := m.beside(c.wire or "", own_settings(c, m)))]
     other_wire = f"use {', '.join(wires)}" if wires else "set wire=null and choose dtype"
     other_wire += f"; methods that learn beside such weights: {', '.join(beside)}" if beside else ""
     yield from (
-        (auto and not row.search_passes, "learning_rate",
-         f"{c.method} cannot find a rate ({finds} can); set a number, or null"),
-        (auto and row.search_passes and one_row, "learning_rate",
-         "auto compares two halves of a step's rows, and this step has one; raise batch_size or "
-         "gradient_accumulation_steps, or set a number"),
         (c.dtype == "float16" and not row.underflow_safe, "dtype",
          f"{c.method} has no loss scaling, and float16 gradients underflow without; use bfloat16 or float32, or null "
          "to let it be chosen"),

@@ -116,8 +116,8 @@ class RunConfig:
     batch_size: BatchSize = setting(8, "Samples per micro-batch (with packing: rows of packed samples).")
     gradient_accumulation_steps: BatchSize = setting(1,
         "Micro-batches per update; the loss is the mean over all their trained tokens.")
-    learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | Literal["auto"] | None = setting(None,
-        "Peak of the schedule; null = the default in the method's section; auto = found in the first steps (zo).")
+    learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | None = setting(None,
+        "Peak of the schedule; null = the default in the method's section.")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = setting("linear",
         "Learning rate after warm-up: constant, or falling to 0 (or to min_lr_ratio), linearly or along half a cosine.")
     min_lr_ratio: Fraction = setting(0.0, "Share of the peak at which cosine_with_min_lr ends.")

@@ -209,11 +209,10 @@ def _check_work(work: object) -> None:
 
 
 def _shared_work(work: Workload, ranks: Ranks) -> Workload:
-    """One rank's share of the workload; every rank makes a search for a rate by itself."""
+    """One rank's share of the workload."""
     if not ranks.several:
         return work
-    passes = work.passes if work.searches else -(-work.passes // ranks.size)
-    return replace(work, passes=passes, ranks=ranks.size, local_ranks=ranks.local_size)
+    return replace(work, passes=-(-work.passes // ranks.size), ranks=ranks.size, local_ranks=ranks.local_size)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

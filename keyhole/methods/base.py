@@ -27,7 +27,7 @@ from keyhole.disk.tensors import without
 from keyhole.errors import UserError, listed
 from keyhole.methods.settings import Around, MethodSettings, check_values, checked_rate
 from keyhole.methods.torch_optimizer import TorchOptimizer
-from keyhole.methods.traits import AUTO_RATE, Traits
+from keyhole.methods.traits import Traits
 from keyhole.model.attached import Addon
 from keyhole.model.batch import Batch
 from keyhole.model.forward.low_rank import LowRank
@@ -77,9 +77,8 @@ class Method:
         model.methods.check_new(row.name)
         self.name, self.model = row.name, model
         self.settings = row.settings(**settings).filled()
-        self.searches = lr == AUTO_RATE and row.search_passes > 0
-        self.lr = 1.0 if self.searches else checked_rate(row.rates(self.settings)[0] if lr is None else lr)
-        around = Around(model.formats.name, "stream" if model.engine.streamed else "resident", searches=self.searches)
+        self.lr = checked_rate(row.rates(self.settings)[0] if lr is None else lr)
+        around = Around(model.formats.name, "stream" if model.engine.streamed else "resident")
         for key, why in self.settings.faults(around):
             raise UserError(f"{key}: {why}")
         with with_gradients():
@@ -260,11 +259,6 @@ class Method:
     def follow(self, factor: Callable[[float], float]) -> None:
         """Called before a step, for rates beside `lr` with a warm-up of their own: factor(warmup_ratio) is the share of
         the peak rate that the schedule has at this step."""
-
-    @property
-    def rate(self) -> float:
-        """The learning rate that the next step will use."""
-        return self.lr
 
     def news(self) -> list[str]:
         """Decisions of the last step, for the user; each line is returned once."""

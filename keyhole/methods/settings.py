@@ -41,8 +41,6 @@ class Around:
     wire: str | None = None
     placement: str = "resident"
     max_steps: int | None = None
-    # learning_rate: auto
-    searches: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from keyhole.machine.rates import Rates as MachineRates
     from keyhole.model.structure.layout import Layout
 
-AUTO_RATE = "auto"  # the method searches a learning rate
-
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
@@ -38,10 +36,6 @@ class Traits:
     learning_rate: float
     # The range of rates that worked on models of 0.1 to 13 billion parameters.
     sane_rates: tuple[float, float]
-    # Number of steps of a learning-rate search.
-    search_steps: int = 0
-    # Forward passes per micro-batch of a step of the rate search; 0: `learning_rate: auto` is not supported.
-    search_passes: int = 0
     # How a step visits the model: forward passes in lockstep; forward and backward pass block by block; or torch's
     # autograd over a resident model.
     sweep: Literal["forward", "reverse", "torch"]

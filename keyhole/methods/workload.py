@@ -31,7 +31,6 @@ class Workload:
     passes: int = 2  # forward passes in lockstep: 2 x directions x micro-batches
     settings: MethodSettings | None = None
     clips: bool = False  # max_grad_norm is set
-    searches: bool = False  # the first steps search a learning rate
     length: int | None = None  # of a row, for the time of attention; None: a batch counts as one row
     experts: float = 1.0  # the share of a stack of experts that a token uses, for the time of products
     ranks: int = 1  # processes that train together, and how many of them share this machine's memory

@@ -57,14 +57,6 @@ class Tokens:
         """The summed loss of the batch, before the division by `count`. Differentiable."""
         return nll_N.sum()
 
-    def by_group(self, nll_N: torch.Tensor) -> torch.Tensor:
-        """[G]: the same for each row, or for each group of rows that has one loss."""
-        return self.sum_by_row(nll_N)
-
-    def count_by_group(self) -> torch.Tensor:
-        """[G]: the part of `count` that each of these has."""
-        return self.count_by_row()
-
     def weights(self, nll_N: torch.Tensor) -> torch.Tensor | None:
         """[N]: the derivative of `total` with respect to every nll; None if all are 1."""
         return None
@@ -129,12 +121,6 @@ class Candidates(Tokens):
 
     def total(self, nll_N: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.scores(nll_N), self.right_Q, reduction="sum")
-
-    def by_group(self, nll_N: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.scores(nll_N), self.right_Q, reduction="none")
-
-    def count_by_group(self) -> torch.Tensor:
-        return torch.ones_like(self.right_Q)
 
     @torch.no_grad()
     def weights(self, nll_N: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,6 @@ from keyhole.machine.sizes import GIB
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Skeleton
-from keyhole.methods.traits import AUTO_RATE
 from keyhole.methods.workload import Workload
 from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
@@ -140,15 +139,14 @@ def make_method(model: Model, config: TrainConfig, origin: Origin, data: Data) -
 
 def workload(config: TrainConfig, data: Data) -> Workload:
     """The workload for the memory plan: passes over the largest micro-batch that the data can make."""
-    row, trains = METHODS[config.method], data.train.dataset
-    own, searches = own_settings(config), config.learning_rate == AUTO_RATE
+    trains = data.train.dataset
+    own = own_settings(config)
     return Workload(
         config.method,
         tokens=max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None),
-        passes=config.gradient_accumulation_steps * max(own.passes, row.search_passes if searches else 0),
+        passes=config.gradient_accumulation_steps * own.passes,
         settings=own,
         clips=config.max_grad_norm is not None,
-        searches=searches,
         length=max(1, trains.longest_row()),
         steps=total_steps(config, data.train.steps_per_epoch),
         chooses=config.loss == "candidates",
@@ -262,19 +260,14 @@ def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_ep
         every += " and at the end" if every else "at the end"
     saves = f"a checkpoint {every}, {kept}" if every else "no checkpoint"
     saves += "" if config.save_model else "; no model is saved (save_model=false)"
-    peak = config.learning_rate if config.learning_rate == AUTO_RATE else f"{schedule.peak:g}"
     warm = counted(schedule.warmup_steps, "step") + " of warm-up"
     warm += ": the run ends before the peak" if schedule.warmup_steps >= schedule.total else ""
-    search = METHODS[config.method].search_steps if config.learning_rate == AUTO_RATE else 0
-    learns_nothing = f"warning: learning_rate: auto needs {search} steps, in which no weight changes, and the run has "
-    learns_nothing += f"{counted(schedule.total, 'step')}: it learns nothing; raise max_steps, or set a rate"
     over = f"nothing is left to train: {counted(first, 'step')} done of {schedule.total}; to go on, raise "
     over += "max_steps" if config.max_steps is not None else "num_train_epochs"
     epoch = f"an epoch is {counted(steps_per_epoch, 'step')} of {micro * accumulation} {rows}{split}"
     return [
         f"steps: {schedule.total} ({why}){begun}; {epoch}",
         *([over] if first and first >= schedule.total else []),
-        f"learning rate: {schedule.kind}, peak {peak}, {warm}",
-        *([learns_nothing] if 0 < schedule.total <= search else []),
+        f"learning rate: {schedule.kind}, peak {schedule.peak:g}, {warm}",
         f"output: {config.output_dir}; {saves}",
     ]

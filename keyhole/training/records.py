@@ -117,17 +117,14 @@ class Journaling(Observer):
         self.writing, self.flushing = Trouble(say), Trouble(say)
 
     def note(self, reading: Reading) -> None:
-        """Records a step whose numbers were read and are finite; its update is [lr, c_1 .. c_q] and the estimator's
-        memory."""
+        """Records a step whose numbers were read and are finite; its update is [lr, c_1 .. c_q]."""
         if reading.update is None:
             return
         own, (epoch, row), device = self.method.settings, reading.position, self.method.model.device.type
-        split = 1 + own.count
-        update, memory = tuple(reading.update[:split]), tuple(reading.update[split:])[: self.writer.header.memory]
-        memory += (0.0,) * (self.writer.header.memory - len(memory))  # the rate search is over: nothing to remember
+        update = tuple(reading.update)
         fault = None
         try:
-            self.writer.append(Record(reading.step, own.seed, epoch, row, own.weight_decay, device, update, memory))
+            self.writer.append(Record(reading.step, own.seed, epoch, row, own.weight_decay, device, update))
         except OSError as error:
             fault = f"the journal cannot be written: {error}; records are kept in memory and tried again every step"
         self.writing.now(fault, f"the journal is whole again, up to step {reading.step}")
@@ -190,7 +187,6 @@ def open_journal(run: Run, origin: Origin, about: State) -> Journaling:
         config=about.config,
         versions=about.versions,
         run=about.run,
-        memory=method.remembers,
     )
     writer = continued(origin, header.source, run.directory.journal, header, run.config.journal_sync)
     return Journaling(writer, method, run.say)

@@ -137,10 +137,10 @@ class Run:
         return next(self.data.train)
 
     def update(self, batches: list[Batch]) -> torch.Tensor:
-        """Queues the update of the next step, and returns its loss; its rate is 0 during the rate search."""
+        """Queues the update of the next step, and returns its loss."""
         self.method.lr = self.schedule.rate(self.done)
         self.method.follow(lambda warmup_ratio: self.schedule.warmed_up_by(warmup_ratio).factor(self.done))
-        self.rate = self.method.rate
+        self.rate = self.method.lr
         loss = self.method.step(batches)
         self.done += 1
         return loss

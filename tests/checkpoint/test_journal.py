@@ -44,12 +44,6 @@ def test_records_come_back_to_the_bit(tmp_path: Path, sync_every: int) -> None:
     assert found.records == [record(step) for step in range(1, 6)]
     assert found.after(3) == [record(4), record(5)]
     assert (tmp_path / "journal").stat().st_size == len(journal.pack_header(HEADER)) + 5 * 60
-    path, header = tmp_path / "memory", replace(HEADER, memory=3)
-    remembers = replace(record(1), memory=(1.5, 0.0, -2.0))
-    writer = Writer(path, create(path, header), 0, sync_every)
-    writer.append(remembers)
-    writer.close()
-    assert read(path).header == header and read(path).records == [remembers]
 
 
 def test_a_torn_tail_is_detected_at_every_length_and_cut(tmp_path: Path) -> None:

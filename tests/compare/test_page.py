@@ -152,16 +152,16 @@ def test_the_page_names_the_model_where_there_are_several() -> None:
 
 
 def test_methods_without_gradients_are_drawn_over_forward_passes() -> None:
-    """Where there are two of them; a search for a rate counts, and what comes before each period."""
+    """Where there are two of them; what comes before each period counts."""
 
     def cell(name: str, **values: Any) -> Cell:
         return Cell("m", "t", name, (), "accuracy", 0.7, 0.01, "accuracy", 0.8, 2.0, 1.5, [result(name, **values)], [])
 
-    one, other = cell("one", forwards=2.0), cell("other", forwards=8.0, search_forwards=-10.0)
+    one, other = cell("one", forwards=2.0), cell("other", forwards=8.0)
     gradient = cell("adamw")
     (guided,) = cell("guided", forwards=2.0, period_forwards=64.0, period_steps=150).runs
     assert [guided.forwards_at(step) for step in (0, 1, 150, 151)] == [0, 66, 364, 430]
-    assert [run.forwards_at(4) for made in (one, other) for run in made.runs] == [8.0, 22.0]
+    assert [run.forwards_at(4) for made in (one, other) for run in made.runs] == [8.0, 32.0]
     comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
 
     def figures(made: list[Cell]) -> list[str]:

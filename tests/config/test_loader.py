@@ -131,9 +131,10 @@ def test_any_override_is_read_or_refused(given_words: list[str]) -> None:
 def test_all_faults_are_collected_with_their_lines() -> None:
     """One message names every fault: line, key, value found, what was expected, and the nearest name."""
     text = GOOD + "learnin_rate: 1e-3\nbatch_size: eight\nplacement: streem\nzo:\n  epss: 1\n  directions: 0"
-    message = faults_of(text, "packing=maybe", "gpu_memory=8G")
+    message = faults_of(text, "packing=maybe", "gpu_memory=8G", "learning_rate=auto")
     for part in (
-        "7 problems",
+        "8 problems",
+        "command line: learning_rate: found `auto`, expected number > 0 and <= 1e+30 or null; no rate is searched",
         "line 7: learnin_rate: unknown key; did you mean `learning_rate`?",
         "line 8: batch_size: found `eight`, expected whole number >= 1",
         "line 9: placement: found `streem`, expected resident | stream | auto; did you mean `stream`?",

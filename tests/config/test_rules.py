@@ -44,7 +44,6 @@ REFUSED = [
     ({"output_dir": "out\udcff"}, "output_dir: `out\\udcff` is not UTF-8"),
     ({"train_data": ["a", "b\udcff"]}, "train_data: `b\\udcff` is not UTF-8"),
     ({"method": "zo", "max_grad_norm": 1.0}, "zo.clip"),
-    ({"method": "zo", "learning_rate": "auto", "batch_size": 1}, "auto compares two halves of a step's rows"),
     ({"method": "adamw", "placement": "stream"}, "placement=resident"),
     ({"method": "sgd", "wire": "bf16"}, "wire=null"),
     ({"method": "lsp", "activations": "none"}, "activations: found `none`; lsp has block | host | auto"),

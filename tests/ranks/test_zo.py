@@ -18,7 +18,7 @@ SIZES = (2, 4)
 @pytest.mark.parametrize("part", ZO_CASES)
 def test_ranks_have_the_bits_of_one_process_on_twelve_families(part: str, tmp_path: Path) -> None:
     """Five micro-batches of different sizes over two or four ranks, streamed: losses and weights of all ranks are those
-    of one process with resident weights; of every estimator, and of a search for a rate, too."""
+    of one process with resident weights; of every estimator, too."""
     launches = [Launch(size, write_zo_results, tmp_path, SIZES, part) for size in SIZES]
     torch.set_num_threads(1)
     alone, seen = zo_results(Ranks(), SIZES, part), set()

@@ -30,8 +30,7 @@ def micro_batches(step: int, count: int = 3) -> list[dict[str, torch.Tensor]]:
 KINDS = ("opt", "gpt2", "qwen2", "mixtral")
 ZO_CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "of every kind": {name: (name, {}) for name in KINDS}
-    | {name: ("llama", {"estimator": name, "directions": min(2, DEFAULTS[name].directions)}) for name in DEFAULTS}
-    | {"searched": ("llama", {"lr": "auto"})},
+    | {name: ("llama", {"estimator": name, "directions": min(2, DEFAULTS[name].directions)}) for name in DEFAULTS},
     "the others": {name: (name, {}) for name in TWELVE if name not in KINDS},
 }
 

@@ -70,14 +70,6 @@ def test_says_how_long_and_how_fast() -> None:
     assert epochs[0].startswith("steps: 25 (num_train_epochs=2.5); an epoch is 10 steps of 8 rows of packed samples")
 
 
-@pytest.mark.parametrize(("total", "warns"), [(24, True), (25, False)])
-def test_a_run_within_the_search_for_a_rate_is_warned_of(total: int, warns: bool) -> None:
-    """The 24 steps of the search change no weight: such a run ended with the model that it began with, as done."""
-    lines = start.plan_lines(config(method="zo", learning_rate="auto"), 0, Schedule("linear", 1e-6, total), 10)
-    told = [line for line in lines if line.startswith("warning: ")]
-    assert [("auto needs 24 steps" in line and "the run has 24 steps" in line) for line in told] == [True] * warns
-
-
 def test_memory_is_planned_for_the_longest_sample_of_the_data(tiny_model: Path, tiny_data: Path) -> None:
     """Not for max_length: 24 rows of at most 20 tokens are no 8 x 4096."""
     made = config(model=str(tiny_model), train_data=str(tiny_data), eval_data=str(tiny_data), max_length=4096)

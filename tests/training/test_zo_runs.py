@@ -1,4 +1,4 @@
-"""Runs of zo's estimators and of its search for a rate: resumed from the journal alone, and replayed, to the bit."""
+"""Runs of zo's estimators: resumed from the journal alone, and replayed, to the bit."""
 
 import json
 import re
@@ -16,7 +16,6 @@ from keyhole.checkpoint import journal
 from keyhole.checkpoint.replay import replay
 from keyhole.errors import UserError
 from keyhole.loading import model as loading
-from keyhole.methods.zo import rate_search
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.freeze import is_left_out
 from keyhole.training.start import train
@@ -26,22 +25,16 @@ from tests.training.runs import Make, losses, metrics, same, weights
 CASES: dict[str, dict[str, Any]] = {
     "fzoo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="fzoo", directions=3), "weight_decay": 0.1},
     "low rank": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=3), "placement": "stream", "dtype": "bfloat16"},
-    "low rank, auto": {"learning_rate": "auto", "zo": ZOConfig(rank=2, refresh=4, fold=False)},
+    "low rank, kept": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=4, fold=False)},
     "low rank, folded sums": {
         "learning_rate": 1e-2,
         "zo": ZOConfig(rank=2, refresh=1, fold=False),
         "placement": "stream",
         "dtype": "bfloat16",
     },
-    "auto": {"learning_rate": "auto"},
-    "auto, fzoo": {"learning_rate": "auto", "zo": ZOConfig(estimator="fzoo", directions=2), "dtype": "bfloat16"},
+    "fzoo, 16 bit": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="fzoo", directions=2), "dtype": "bfloat16"},
 }
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_search, "STEPS", 3)
 
 
 def settings(case: str) -> dict[str, Any]:
@@ -49,7 +42,7 @@ def settings(case: str) -> dict[str, Any]:
     return shared | {"lr_scheduler_type": "constant"} | CASES[case]
 
 
-@in_every_run(lambda case: case in ("fzoo", "low rank, folded sums", "auto"))
+@in_every_run(lambda case: case in ("fzoo", "low rank, folded sums"))
 @pytest.mark.parametrize("case", CASES)
 def test_a_journal_is_the_run(make: Make, tmp_path: Path, case: str) -> None:
     """From the base and the journal's first records, at any step, a run goes on to the same bits; and replay gives
@@ -59,48 +52,16 @@ def test_a_journal_is_the_run(make: Make, tmp_path: Path, case: str) -> None:
     out = Path(through.output_dir)
     replay(through.model, out, tmp_path / "again", device="cpu", say=lambda line: None)
     assert same(weights(out), weights(tmp_path / "again")) and not same(weights(out), weights(through.model))
-    for kept in (2, 4) if case == "auto" else (4,):  # within a search for a rate (STEPS), and after it
-        killed = Path(shutil.copytree(out, tmp_path / f"killed-{kept}"))
-        for path in (killed / "model.safetensors", *killed.glob("checkpoint-*")):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        found = journal.read(killed / "run" / "journal")
-        size = found.header.record.size + journal.CRC.size
-        with open(killed / "run" / "journal", "r+b") as file:
-            file.truncate(found.begin + kept * size)
-        again = replace(through, output_dir=str(killed))
-        assert train(again, resume="") == 0
-        assert same(weights(out), weights(killed)) and metrics(through) == metrics(again)
-
-
-def test_a_found_rate_is_said_and_used(make: Make, capsys: pytest.CaptureFixture) -> None:
-    """Nothing moves while it is searched; then every step has the rate that was printed, with its reason."""
-    config = make("auto", **settings("auto"))
-    assert train(config) == 0
-    rates = [entry["learning_rate"] for entry in metrics(config)]
-    assert rates[:3] == [0.0] * 3 and len(set(rates[3:])) == 1 and rates[3] > 0
-    said = next(line for line in capsys.readouterr().out.splitlines() if "found in 3 steps" in line)
-    assert f"{rates[3]:.2e}" in said and "curvature" in said
-    records = journal.read(Path(config.output_dir) / "run" / "journal").records
-    assert [record.coef[0] > 0 for record in records] == [False] * 3 + [True] * 3
-    assert [record.memory[0] for record in records] == [1, 2, 3, 3, 3, 3]
-
-
-def test_auto_may_become_a_number_and_not_the_reverse(make: Make) -> None:
-    """A run that found a rate can go on with another; one that began with a number has nothing to find."""
-    auto = make("auto", **settings("auto") | {"max_steps": 4})
-    assert train(auto) == 0
-    assert train(replace(auto, learning_rate=1e-3, max_steps=5), resume="") == 0
-    assert metrics(auto)[-1]["learning_rate"] == 1e-3
-    fixed = make("fixed", **settings("auto") | {"max_steps": 4, "learning_rate": 1e-3})
-    assert train(fixed) == 0
-    with pytest.raises(UserError, match="learning_rate: auto finds a rate in the first steps"):
-        train(replace(fixed, learning_rate="auto", max_steps=5), resume="")
-
-
-def test_one_row_has_no_halves(make: Make) -> None:
-    """auto compares two halves of a step's rows."""
-    with pytest.raises(UserError, match=r"learning_rate: auto .* this step has one; raise batch_size"):
-        train(make("one", **settings("auto") | {"batch_size": 1, "gradient_accumulation_steps": 1}))
+    killed = Path(shutil.copytree(out, tmp_path / "killed"))
+    for path in (killed / "model.safetensors", *killed.glob("checkpoint-*")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    found = journal.read(killed / "run" / "journal")
+    size = found.header.record.size + journal.CRC.size
+    with open(killed / "run" / "journal", "r+b") as file:
+        file.truncate(found.begin + 4 * size)
+    again = replace(through, output_dir=str(killed))
+    assert train(again, resume="") == 0
+    assert same(weights(out), weights(killed)) and metrics(through) == metrics(again)
 
 
 @pytest.mark.parametrize("dry", [True, False])

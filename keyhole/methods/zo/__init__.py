@@ -9,7 +9,6 @@ what the next step's visit applies. From the bottom up; a file imports only from
     update.py         the update, applied at a unit's next visit
     directions.py     directions of full size, the sweep of a step, and any loss at every look (closures)
     low_rank/         directions of low rank
-    rate_search.py    learning_rate: auto
     recorded_step.py  the passes as one CUDA graph
     method.py         the method: one step
 

@@ -77,17 +77,6 @@ class MeZO:
         projected = projected if self.clip is None else projected.clamp(-self.clip, self.clip)
         return projected, projected / self.directions
 
-    def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
-        """The rate at which the loss is expected to decrease fastest (rate_search.py). signal: |G|^2 of the gradient of
-        the whole loss; power: mean square of a projected gradient; curvature: z^T H z. For c_i = g_i / q: sum c_i g_i
-        is the signal, sum c_i^2 is power / q."""
-        return self.directions * signal / (power * curvature)
-
-    def length(self, power: float) -> float:
-        """The root mean square change of a weight by an update at the rate 1, for projected gradients of this mean
-        square: sqrt(sum_i E[c_i^2])."""
-        return (power / self.directions) ** 0.5
-
 
 class FZOO(MeZO):
     """One-sided directions."""
@@ -102,14 +91,6 @@ class FZOO(MeZO):
         rise, spread = moved - clean, moved.std()
         scaled = rise / (self.directions * spread)
         return rise / self.eps, torch.where(spread > 0, scaled, torch.zeros_like(scaled))
-
-    def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
-        """MeZO's, times the spread of slopes; the curvature in each l_i - l_0 adds to the power of the update."""
-        bent = (self.eps * curvature / 2) ** 2
-        return self.directions * signal * power**0.5 / ((power + bent) * curvature)
-
-    def length(self, power: float) -> float:
-        return self.directions**-0.5
 
 
 ESTIMATORS: dict[str, type[MeZO]] = {"mezo": MeZO, "fzoo": FZOO}

@@ -3,7 +3,6 @@ methods/work.py), with perturbed copies of the spine for every pair of looks.
 
     mezo           2 q passes                           q pairs          all hidden states wait: 2 q m
     fzoo           q + 1 passes                         q // 2 + 1       (q + 1) m
-    a search       3 passes                             2 pairs          3 m
 
 for m micro-batches; a unit has two perturbed copies, whatever the estimator, because pairs are run one after the
 other (in a recorded step, beside each other where there is room). For a weight of w bytes at home, b in compute:
@@ -62,8 +61,6 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     """The device peak of a step."""
     own, formats, b = _settings(work), room.formats, room.formats.dtype.itemsize
     pairs, looks = own.usual.pairs(own.count), own.passes
-    if work.searches:
-        pairs, looks = max(pairs, 2), max(looks, 3)
     planned = forward_bytes(layout, streamed, work, room, pairs)
     if own.rank is None:
         unpacked = 4 * layout.largest_unit_numel if own.weight_decay and formats.packs else 0  # if it has vectors

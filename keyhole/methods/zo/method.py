@@ -26,7 +26,6 @@ Legend: q directions, m micro-batches; a look is a point, perturbed but for one 
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ from keyhole.methods.zo.low_rank.directions import LowRank
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.parts import find_parts
-from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.recorded_step import RecordedSteps
 from keyhole.methods.zo.traits import ZO as ROW
 from keyhole.methods.zo.traits import ZOConfig
@@ -50,13 +48,11 @@ from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.forward.low_rank import LowRank as LowRankFactors
 from keyhole.model.structure.layout import Unit
-from keyhole.ranks import Ranks
 
 
 class ZO(Method):
-    """An estimator with fused, deferred updates. `lr` may be changed between steps; with lr="auto" the first steps
-    search a rate, and `lr` is a factor on it. Settings that are None, and lr=None: the estimator's defaults
-    (traits.py)."""
+    """An estimator with fused, deferred updates. `lr` may be changed between steps. Settings that are None, and
+    lr=None: the estimator's defaults (traits.py)."""
 
     row = ROW
     settings: ZOConfig
@@ -68,8 +64,6 @@ class ZO(Method):
         if own.compile:
             compile_forward(model, own.compile if isinstance(own.compile, str) else "inductor")
         self.estimator = ESTIMATORS[own.estimator](own.count, own.eps, own.clip)
-        self.search = RateSearch(self.estimator, own.rank) if self.searches else None
-        self.memory = torch.zeros(0 if self.search is None else self.search.remembers, device=model.device)
         self.step_count = 0
         self.keeps_base = self.light
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if own.rank else frozenset()
@@ -78,8 +72,8 @@ class ZO(Method):
         self.latest: Pending | None = None  # the update of the last step, applied or not: for the journal
         self.projected: torch.Tensor | None = None
         model.binding.forget()
-        pairs = max(len(self.estimator.pairs), 0 if self.search is None else len(self.search.pairs))
-        self.directions: Dense = (LowRank if own.rank else Dense)(model, self.update, own, pairs)
+        kind = LowRank if own.rank else Dense
+        self.directions: Dense = kind(model, self.update, own, len(self.estimator.pairs))
         self.recorded = RecordedSteps(self.directions, own.deferred_update)
 
     @classmethod
@@ -93,23 +87,17 @@ class ZO(Method):
     def _step(self, batch: Batch | Sequence[Batch] | Closure) -> torch.Tensor:
         """One step on one batch or its micro-batches, or on the losses that a closure returns. Returns the mean loss of
         the perturbed passes, on the device."""
-        self.directions.step, memory = self.step_count, self.memory
-        search = None if self.search is None or self.search.found is not None else self.search
+        self.directions.step = self.step_count
         if callable(batch) and not isinstance(batch, Mapping):
             losses = self._losses_of(batch)
-        elif search is None:
-            losses = self._losses(self.model.checked(batch))
         else:
-            losses, memory = self._searched(search, self.model.checked(batch))
-        self.projected, coefficients = (search or self.estimator).estimate(losses)
-        coef, finite = torch.cat([losses.new_full((1,), self.rate), coefficients]), torch.isfinite(losses).all()
-        self.memory = torch.where(finite, memory, self.memory)
+            losses = self._losses(self.model.checked(batch))
+        self.projected, coefficients = self.estimator.estimate(losses)
+        coef, finite = torch.cat([losses.new_full((1,), self.lr), coefficients]), torch.isfinite(losses).all()
         self.latest = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count)
         self.update.defer(self.latest)
         self.directions.updated(self.latest)
         self.step_count += 1
-        if search is not None:
-            search.note(self.memory)
         if not self.settings.deferred_update:
             self.update.flush()
         return losses.mean()
@@ -133,19 +121,9 @@ class ZO(Method):
 
     def _losses_of(self, closure: Closure) -> torch.Tensor:
         """The same, for any loss."""
-        if self.search is not None:
-            raise UserError("closure: a search for a rate needs the rows of a batch; give a rate")
         self.model.apply_deferred()
         self.directions.prepare([])
         return losses_at_looks(closure, self.directions, self.estimator.pairs)
-
-    def _searched(self, search: RateSearch, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same at the looks of a rate search, and what it remembers after this step. Every rank makes it alone,
-        since it needs the losses of single rows."""
-        looks = look_at(self.model, search.pairs, batches, Ranks())
-        self._begin(batches)
-        with nullcontext() if self.factors is None else self.factors.another_v(self.step_count):
-            return search.measure(self.directions.run(looks), looks.batches, self.memory)
 
     @property
     def factors(self) -> Factors | None:
@@ -167,11 +145,6 @@ class ZO(Method):
         self.guide.ahead = self.model.checked(batches, of_step=False)
 
     # -- between steps ---------------------------------------------------------------------------------------------
-
-    @property
-    def rate(self) -> float:
-        """The current learning rate: `lr`, or `lr` times the rate that was found (0 during the search)."""
-        return self.lr if self.search is None else self.lr * (self.search.found or 0.0)
 
     @property
     def pending(self) -> Pending | None:
@@ -198,11 +171,11 @@ class ZO(Method):
         drawn = f"{own.count} direction{'s' * (own.count > 1)} ({own.distribution})"
         rule = f"estimator: {own.estimator}, {drawn}, eps {own.eps:g}: {own.passes} forward passes per step"
         off = ["dropout of the model: off, since zo compares losses of the same function"] if drops else []
-        return [rule, *self.directions.describe(), *off, *([] if self.search is None else self.search.describe())]
+        return [rule, *self.directions.describe(), *off]
 
     def news(self) -> list[str]:
-        """The rate, when it was just found, and layers without directions of their own."""
-        return [line for one in (self.guide, self.search) if one is not None for line in one.news()]
+        """Layers without directions of their own."""
+        return [] if self.guide is None else self.guide.news()
 
     def _flush(self) -> None:
         self.update.flush()
@@ -229,7 +202,6 @@ class ZO(Method):
 
     def _counts(self) -> State:
         counts: State = {"step_count": self.step_count, "seed": self.settings.seed}
-        counts |= {"memory": self.memory.tolist()} if self.memory.numel() else {}
         return counts | self.directions.state()
 
     def learned_beside(self, state: Saved) -> LowRankFactors | None:
@@ -237,29 +209,11 @@ class ZO(Method):
         return self.directions.learned_beside(state)
 
     def journal_update(self) -> torch.Tensor | None:
-        """[lr, c_1 .. c_q] of the last step, applied or not, and what a search for a rate remembers."""
-        return None if self.latest is None else torch.cat([self.latest.coef, self.memory])
-
-    @property
-    def remembers(self) -> int:
-        """How many numbers a record of the journal has beside the update."""
-        return self.memory.numel()
-
-    def remember(self, numbers: Sequence[float]) -> None:
-        """Sets what a search for a rate remembers, from a checkpoint or a journal record."""
-        if self.search is None:
-            return
-        if len(numbers) != self.memory.numel():
-            raise UserError(
-                "learning_rate: auto finds a rate in the first steps of a run, and this run began with a number; set "
-                "learning_rate to one"
-            )
-        self.memory = torch.tensor(numbers, dtype=torch.float32, device=self.model.device)
-        self.search.read(self.memory)
+        """[lr, c_1 .. c_q] of the last step, applied or not."""
+        return None if self.latest is None else self.latest.coef
 
     def _load(self, state: Saved) -> None:
         steps = int(state["step_count"])
         self.directions.load(state, steps)
         self.step_count = steps
         self.update.changed.fill_(state.get("changed", 0))
-        self.remember(state.get("memory", ()))

@@ -22,7 +22,6 @@ from keyhole.limits import Count, Limit, Positive, setting
 from keyhole.methods.settings import FROZEN_WIRES, Advice, Around, Fault, MethodSettings, Rates, python
 from keyhole.methods.traits import Traits
 
-SEARCH_STEPS = 24  # of learning_rate: auto
 BOUNDED_RATE = 3e-4  # the highest that worked with zo.clip or zo.guide, on some layers of a small model
 USUAL_STEPS = 1000  # of a run in fp8
 
@@ -151,7 +150,6 @@ class ZOConfig(MethodSettings):
         few = f"found {self.count}; {self.estimator} needs {usual.least} at least, to know a spread"
         spread = f"has no meaning with zo.estimator={self.estimator}, which scales by a spread; leave it out"
         full = "finds directions of low rank; set zo.rank=1 (or more), or zo.guide=null"
-        searched = "auto searches along random directions; with zo.guide set a number, or zo.guide=null"
         product = "does not go with zo.rank, whose layers have a product of their own; set compile=false"
         alone = "zo.rank leaves the weights alone within a period, so they cannot decay; set it to 0"
         rules = (
@@ -159,7 +157,6 @@ class ZOConfig(MethodSettings):
             (self.clip is not None and not usual.clips, "zo.clip", spread),
             (not low and self.guide is not None, "zo.guide", full),
             (not low and not self.fold, "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"),
-            (low and self.guide is not None and around.searches, "learning_rate", searched),
             (low and self.compile, "compile", product),
             (low and self.weight_decay, "weight_decay", alone),
             (low and self.fold and fp8, "wire", "fp8 weights are not rounded anew by zo.rank; set zo.fold=false, or "
@@ -202,6 +199,4 @@ ZO = Traits(
     announces="pages",
     ranks="replicas",
     may_change=("clip", "fp8_steps"),
-    search_steps=SEARCH_STEPS,
-    search_passes=3,
 )

@@ -29,8 +29,6 @@ Bytes, for n numbers in all A and vectors, m in all V, L looks, b bytes per numb
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -128,15 +126,6 @@ class Factors:
         """Sets the V of the present period, in place: CUDA graphs use its address."""
         self.v.copy_(v)
         self.found_for = period
-
-    @contextmanager
-    def another_v(self, period: int) -> Iterator[None]:
-        """A context in which passes use the V of another period, for a search that changes nothing."""
-        self.v.copy_(self.draw_v(period))
-        try:
-            yield
-        finally:
-            self.v.copy_(self.draw_v(self.period))
 
     def perturb(self, number: int, how: ops.ZOStep) -> None:
         """Computes the looks of a pair. how: its step, eps, direction, and what is beside it."""

@@ -19,7 +19,6 @@ from keyhole.methods.zo.low_rank import merge
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.parts import Vector, vector_at
-from keyhole.methods.zo.rate_search import rate_share
 from keyhole.model.forward.low_rank import Added, LowRank, Share, install, install_by_look, install_once
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
@@ -69,7 +68,8 @@ class FactoredLayers(LowRank):
             )
         when = f"every {factors.refresh} steps a new V, and what was learned is {end}"
         if self.guide is None:
-            when += f"; the best rate is about {rate_share(factors.rank):.2f} of that of dense directions, or less"
+            share = factors.rank / (factors.rank + 1)
+            when += f"; the best rate is about {share:.2f} of that of dense directions, or less"
         passes = "one for all looks at a batch" if self.together else "one for each look at a batch"
         return [f"{what}, {learned}; {when}", f"passes: {passes}"]
 
