@@ -107,7 +107,8 @@ REMOVED |= {
     for each in dataclasses.fields(row.settings)
     if each.metadata.get("python")
 }
-REMOVED |= {f"offload.{name}": LOAD.format(name=name) for name in ("overlap", "reuse_slots", "gather")}
+REMOVED |= {f"offload.{name}": LOAD.format(name=name) for name in ("overlap", "reuse_slots")}
+REMOVED["offload.gather"] = "every rank uploads whole units; leave it out"
 """Keys of earlier versions that are gone, and what to do instead."""
 
 REMOVED_VALUES = {

@@ -3,7 +3,7 @@
     resident             adjacent in device memory
     streamed             adjacent in host memory
     streamed, shared     one copy for the ranks of a machine, if each computes with all weights (offload/arena.py)
-    sharded              this rank's part of every unit, streamed or resident (offload/transports.py)
+    sharded              this rank's part of every unit, streamed or resident (offload/sharded.py)
 
 Every home begins at a multiple of ALIGN_BYTES. The homes are still empty: the caller fills and page-locks them.
 """
@@ -19,7 +19,7 @@ from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED, Wire
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine, EngineOptions
-from keyhole.offload.transports import GatheringEngine, ShardedEngine, part_numel
+from keyhole.offload.sharded import ShardedEngine, part_numel
 from keyhole.plan.placement import Placement
 from keyhole.ranks import Ranks
 
@@ -31,11 +31,10 @@ def make_engine(
     device: torch.device,
     work: Workload,
     ranks: Ranks,
-    gather: str,
     options: EngineOptions,
 ) -> Engine:
-    """Homes for all units, still empty, and the engine that moves them: for one process, for units that are sharded
-    over the ranks, or for ranks that each upload a part of a unit."""
+    """Homes for all units, still empty, and the engine that moves them: for one process, for ranks that share a copy of
+    them, or for units that are sharded over the ranks."""
     layout, placed, row = ready.layout, ready.placed, METHODS.get(work.method)
     ranks.barrier()  # every rank has planned with the free memory, and none has allocated yet
     how = None if row is None else row.ranks
@@ -52,7 +51,6 @@ def make_engine(
         _check_same(layout, None, ranks)
         count = f"{len(sharded)} units (blocks and head)"
         placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {count}")
-    gathers = _gathers(gather, shared, work, ranks)
     homes = _reserve(layout, placed, ready.formats, device, shared, sharded, ranks)
     options["slot_count"] = (
         options["slot_count"] or placed.slot_count or (backward.slot_count(layout) if sharded else 0)
@@ -61,9 +59,6 @@ def make_engine(
         options["slot_count"] = min(ranks.objects(options["slot_count"]))  # uploads are collectives, in one order
         numels = {page: layout.units[page].numel for page in sharded}
         return ShardedEngine(homes, numels, placed.streamed, device, ranks, **options)
-    if gathers:
-        chosen = frozenset(unit.index for unit in layout.units if unit.expert is not None)
-        return GatheringEngine(homes, placed.streamed, device, ranks, shared=shared, chosen=chosen, **options)
     return Engine(homes, placed.streamed, device, shared=shared, **options)
 
 
@@ -81,24 +76,6 @@ def _check_same(layout: Layout, shared: frozenset[int] | None, ranks: Ranks) -> 
         raise UserError(
             f"gpu_memory: {what}, since other memory is free on their GPUs; set gpu_memory to what all of them have"
         )
-
-
-def _gathers(way: str, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
-    """Whether each rank may upload a part of a unit. UserError if that was requested and is not possible."""
-    row = METHODS.get(work.method)
-    if not ranks.has_neighbours:
-        why = "this process is the only one on its machine"
-    elif row is not None and row.ranks == "shards":
-        why = f"{work.method} shares out its units and gathers them already"
-    elif row is None or row.ranks is None or row.sweep != "forward":
-        why = f"{work.method} has no sweep that is the same on all ranks"
-    else:
-        why = "" if shared else "nothing is streamed"
-    if why and way == "always":
-        raise UserError(
-            f"offload.gather: always needs ranks of one machine that stream the same units: {why}; use auto"
-        )
-    return not why and way != "never"
 
 
 def _reserve(

@@ -36,7 +36,6 @@ from keyhole.model.weights.read import fill_from, fill_random
 from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.engine import EngineOptions
-from keyhole.offload.transports import WAYS, GatheringEngine
 from keyhole.ops.autocast import with_gradients
 from keyhole.plan.dtype import warn_if_slow
 from keyhole.ranks import Ranks
@@ -57,7 +56,6 @@ def load(
     reverse_graphs: bool = True,
     freeze: str | list[str] | None = None,
     expert_units: bool = True,
-    gather: str = "auto",
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     adapter: bool = True,
@@ -80,7 +78,6 @@ def load(
     (model/backward/recorded.py).
     freeze: parameters that are not trained: "embeddings", modules, names with * (model/structure/freeze.py).
     expert_units=False: large stacks of experts are computed and moved whole (docs/methods.md).
-    gather: whether each rank of a machine uploads a part of a unit (offload/transports.py): auto, always, never.
     workload: what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a text classifier (num_labels=1: a regression) from an encoder or
     decoder; missing weights of its head are initialised by the seed. A model saved as a classifier needs neither.
@@ -92,8 +89,6 @@ def load(
     check_source(model)
     if init not in ("pretrained", "random"):
         raise UserError(f"init={init!r}: choose pretrained or random")
-    if gather not in WAYS:
-        raise UserError(f"gather={gather!r}: choose {', '.join(WAYS)}")
     _check_work(workload)
     with _changes() as changes:
         changes.set(matmul_precision(), "high" if tf32 else "highest")
@@ -113,7 +108,7 @@ def load(
         module, layout, formats, placed = ready.module, ready.layout, ready.formats, ready.placed
         _limit_memory(changes, placed.budget_bytes, device)
         options = EngineOptions(slot_count=slot_count, overlap=overlap, reuse_slots=reuse_slots, chaos=chaos)
-        engine = make_engine(ready, device, work, ranks, gather, options)
+        engine = make_engine(ready, device, work, ranks, options)
         _move_buffers(module, device)
         loaded = Model(
             module,
@@ -135,8 +130,6 @@ def load(
             fill_random(loaded, _std(loaded), seed)
             loaded.drawn = True
         ranks.barrier()  # shared homes are filled
-        if isinstance(engine, GatheringEngine):
-            placed.reasons.append(engine.decide(gather))
         loaded.binding.bind_homes()
         if adapter and found.directory is not None and has_adapter(found.directory):
             placed.adapter = found.directory / "adapter"

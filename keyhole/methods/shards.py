@@ -5,7 +5,7 @@ gradients of a block in a buffer with the layout of the block's units. When a un
 
     g_r = sum over ranks of their gradient, this rank's part     pieces are exchanged and added in the order of ranks
 
-and the method uses it (lomo/update.py, adam_offload/transports.py). Table and spine are replicated on every rank: their
+and the method uses it (lomo/update.py, adam_offload/method.py). Table and spine are replicated on every rank: their
 gradients are summed, and every rank makes the same update. A tensor for which no rank has a gradient stays unchanged,
 as in one process; ranks exchange which tensors these are only if that makes a difference.
 

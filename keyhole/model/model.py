@@ -196,14 +196,14 @@ class Model:
         self.methods.check_turn()
 
     @contextmanager
-    def sweep(self, name: str, of_all: bool = False, experts: bool = False) -> Iterator[None]:
-        """A context for one visit of every unit, in the order of the last sweep of this name, or of the model. of_all:
-        every rank makes this sweep and starts no other collective during it. experts: all experts that are units of
-        their own are visited too; otherwise they are announced when a router has chosen them (`expect`)."""
+    def sweep(self, name: str, experts: bool = False) -> Iterator[None]:
+        """A context for one visit of every unit, in the order of the last sweep of this name, or of the model. experts:
+        all experts that are units of their own are visited too; otherwise they are announced when a router has chosen
+        them (`expect`)."""
         self.check_idle()
         after = [u.index for u in self.layout.head_units]
         blocks = [u.index for u in self.layout.of_kind("block") if experts or u.expert is None]
-        with self.engine.sweep(name, self.visits.get(name) or blocks + after, of_all):
+        with self.engine.sweep(name, self.visits.get(name) or blocks + after):
             try:
                 yield
             finally:

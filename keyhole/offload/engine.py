@@ -104,7 +104,7 @@ class Engine:
         self.on_host = streamed  # pages that are kept in host memory
         self.overlap, self.reuse_slots, self.chaos, self.shared = overlap, reuse_slots, chaos, shared
         self.cuda = device.type == "cuda"
-        self.slot_bytes = max(map(self._room, streamed), default=0)
+        self.slot_bytes = max((homes[page].nbytes for page in streamed), default=0)
         self.slot_count = slot_count if streamed else 0
         self.slots = [Slot(self._new_buffer(), self.cuda) for _ in range(self.slot_count)]
         self.free = FreeSlots(self.slots)
@@ -123,13 +123,11 @@ class Engine:
             self.up, self.down = self.streams = [torch.cuda.Stream(device) for _ in range(2)]
             for slot in self.slots:
                 lend(slot.buffer, self.streams)
-            self.ends_on = self.up  # the stream on which the last upload ends
             self.home_written = {page: torch.cuda.Event() for page in streamed}
 
     @contextmanager
-    def sweep(self, name: str, order: list[int], of_all: bool = False) -> Iterator[None]:
-        """One pass over pages, in this order. of_all: every process that shares homes makes this sweep and starts no
-        other collective during it (transports.py)."""
+    def sweep(self, name: str, order: list[int]) -> Iterator[None]:
+        """One pass over pages, in this order."""
         self.order, self.cursor = [page for page in order if page in self.streamed], 0
         self.visited = []
         self.stalls.begin(name)
@@ -288,7 +286,7 @@ class Engine:
                 f"slot_count: {self.slot_count} is too few: at least {needed} pages must be on the device at the same "
                 f"time; pass keyhole.load(..., slot_count={needed}) or more, or leave slot_count out"
             )
-        slot = self.free.take(page, reuse=self._may_reuse(page))
+        slot = self.free.take(page, reuse=self.gate is None and self.reuse_slots)
         slot.page = page
         if not (slot.intact and slot.last_page == page):  # else the slot still holds the page
             try:
@@ -301,7 +299,7 @@ class Engine:
 
     def _fill(self, page: int, slot: Slot) -> None:
         """Copies the page's home into the slot."""
-        self.bytes_up += self._crossing_bytes(page)
+        self.bytes_up += self.homes[page].nbytes
         if not self.reuse_slots:
             slot.use(self._new_buffer())
             if self.cuda:
@@ -322,7 +320,7 @@ class Engine:
                 slot.buffer.fill_(POISON)
             with self.timeline.span("upload", f"page {page}"):
                 self._copy_up(page, slot)
-            slot.ready.record(self.ends_on)
+            slot.ready.record(self.up)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
 
@@ -338,7 +336,7 @@ class Engine:
             if not self.overlap:
                 return
 
-    # -- what differs where ranks share pages (transports.py) ----------------------------------------------------------
+    # -- what differs where ranks have parts of pages (sharded.py) -----------------------------------------------------
 
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
         """For sharded pages: the index of the first element of this process's shard, and the shard."""
@@ -354,18 +352,6 @@ class Engine:
 
     def _may_prefetch(self, page: int) -> bool:
         return self.gate is None or self.gate.ready(page)
-
-    def _may_reuse(self, page: int) -> bool:
-        """Whether the engine may skip the upload if a free slot still holds the page."""
-        return self.gate is None and self.reuse_slots
-
-    def _room(self, page: int) -> int:
-        """Bytes that a page takes in a slot."""
-        return self.homes[page].nbytes
-
-    def _crossing_bytes(self, page: int) -> int:
-        """Bytes that an upload of the page transfers over the link."""
-        return self.homes[page].nbytes
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         slot.as_page(self.homes[page]).copy_(self.homes[page], non_blocking=True)

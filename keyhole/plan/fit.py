@@ -38,7 +38,7 @@ from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.backward import memory as backward
 from keyhole.model.forward.memory import SLOT_COUNT, host_bytes
 from keyhole.model.structure.layout import Layout, Unit, find_layout
-from keyhole.offload.transports import part_numel
+from keyhole.offload.sharded import part_numel
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB

@@ -47,8 +47,6 @@ class Group(Ranks):
         self.store = self.failures.store
         self.store.set_timeout(START)
         self.nccl: Peers = None
-        self.machine_gloo: Peers = None  # group of the ranks of this machine; None: there are no others
-        self.machine_nccl: Peers = None
         self.bytes_received = 0  # of weights and gradients
         self.columns: list[torch.Tensor] = []  # tensors gathered last, to find the rank of a non-finite number
 
@@ -67,15 +65,6 @@ class Group(Ranks):
             torch.cuda.set_device(self.local_rank)
             self.nccl = dist.new_group(backend="nccl", timeout=DAY)
             self.failures.always = True
-        self.machine_nccl = self.nccl
-        for machine in dict.fromkeys(machines) if self.local_size < self.size else ():
-            members = [rank for rank, its in enumerate(machines) if its == machine]  # every rank creates all groups
-            gloo = dist.new_group(members, backend="gloo", timeout=DAY)
-            nccl = None if self.nccl is None else dist.new_group(members, backend="nccl", timeout=DAY)
-            if machine == self.machine:
-                numbered = self.local_size == 1 or members.index(self.rank) == self.local_rank
-                assert numbered, "ranks of a machine are numbered in order"
-                self.machine_gloo, self.machine_nccl = gloo, nccl
 
     def _wait_for_all(self) -> None:
         """Waits until all ranks have started; names those that have not in time. (A collective would wait for them
@@ -134,21 +123,14 @@ class Group(Ranks):
         return torch.cat([next(piece) for _ in counts for piece in pieces])
 
     def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        self._gather_into(out, part, self.size, None, self.nccl)
-
-    def gather_on_machine(self, whole: torch.Tensor) -> None:
-        part = whole.chunk(self.local_size)[self.local_rank]
-        self._gather_into(whole, part, self.local_size, self.machine_gloo, self.machine_nccl)
-
-    def _gather_into(self, out: torch.Tensor, part: torch.Tensor, size: int, gloo: Peers, nccl: Peers) -> None:
         sent, group = self._carried(part)
-        self.bytes_received += part.nbytes * (size - 1)
+        self.bytes_received += part.nbytes * (self.size - 1)
         target = out if sent.device == out.device else torch.empty(out.shape, dtype=out.dtype)
         with self._together():
             if group is None:
-                dist.all_gather(list(target.chunk(size)), sent, group=gloo)
+                dist.all_gather(list(target.chunk(self.size)), sent)
             else:
-                GATHER(target, sent, group=nccl)
+                GATHER(target, sent, group=group)
         if target is not out:
             out.copy_(target)
 

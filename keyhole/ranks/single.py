@@ -7,7 +7,6 @@
     objects(x)          any (picklable) object of every rank
     from_leader(make)   the result of `make` on the leader, on all ranks; only the leader calls it. from_rank: any rank
     gather_into, sum_of_parts, sum    collectives of large tensors, for sharding
-    gather_on_machine   gathers the parts of the ranks of one machine, in place
     barrier()           returns when every rank has called it
 
 All ranks must make every call except `share`, in the same order. This class is a single process.
@@ -80,10 +79,6 @@ class Ranks:
     def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """out [N k] <- the parts [k] of all ranks, side by side."""
         out.copy_(part)
-
-    def gather_on_machine(self, whole: torch.Tensor) -> None:
-        """whole [K k] on each of the K ranks of this machine: rank r has written its k elements at place r, and gets
-        those of the others. Called by all ranks of the machine; machines need not wait for each other."""
 
     def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
         """x [N k] on every rank -> this rank's k elements, summed over the ranks in float32, in their order."""

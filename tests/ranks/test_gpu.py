@@ -6,34 +6,21 @@ import pytest
 import torch
 
 from keyhole.ranks import Ranks
-from tests.ranks import gathered
 from tests.ranks.cases import CASES, results, write_results
 from tests.ranks.launch import Launch
-from tests.ranks.test_gather import assert_gathered
 from tests.ranks.test_gradients import assert_same_numbers
-from tests.ranks.workers import run_shared, shared_results
+from tests.ranks.test_shared import assert_shared
+from tests.ranks.workers import SHARED, run_shared, shared_results
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-TOLD = {"shared", "block_bytes", "pss_bytes"}
 
 
 def test_shared_homes_have_the_bits_of_one_process(tmp_path: Path) -> None:
     """zo, streamed from one host copy that both ranks page-lock."""
     launch = Launch(2, shared_results, tmp_path, "cuda")
-    alone = run_shared(Ranks(), "cuda")
+    alone = {case: run_shared(Ranks(), "cuda", case) for case in SHARED}
     assert launch.end() == [0, 0], launch.printed
-    for rank in range(2):
-        ours = torch.load(tmp_path / f"{rank}.pt")
-        different = [key for key in alone.keys() - TOLD if not torch.equal(ours[key], alone[key])]
-        assert not different and len(ours["shared"]) > 1, different
-
-
-def test_gathered_uploads_have_the_bits_of_whole_ones(tmp_path: Path) -> None:
-    """zo, each rank uploading a half, on streams of its own: dense, of low rank, packed, experts."""
-    launch = Launch(2, gathered.gathered_results, tmp_path, gathered.CASES, [2], "cuda")
-    alone = {name: gathered.run(Ranks(), name, "auto", "cuda") for name in gathered.SETTINGS}
-    assert launch.end() == [0, 0], launch.printed
-    assert_gathered([torch.load(tmp_path / f"2 {rank}.pt") for rank in range(2)], alone, [2])
+    assert_shared([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)], alone)
 
 
 def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:

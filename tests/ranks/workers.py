@@ -13,6 +13,8 @@ from keyhole.eval.generate import generate_answers
 from keyhole.eval.rows import score_rows
 from keyhole.methods.zo import update
 from keyhole.methods.zo.traits import DEFAULTS
+from keyhole.model.structure import find
+from keyhole.model.structure.find import STACK_NUMEL
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
 from keyhole.training.validation import evaluate
@@ -64,30 +66,41 @@ def write_zo_results(directory: Path, sizes: tuple[int, ...], part: str) -> int:
     return 0
 
 
+SHARED: dict[str, dict[str, Any]] = {"dense": {}, "low rank": {"rank": 2, "refresh": 2}, "packed": {}, "experts": {}}
+SHARED |= {"guided": {"rank": 1, "refresh": 3, "guide": 64}}
+
+
 def shared_results(directory: Path, device: str = "cpu") -> int:
     """Five steps of a streamed model whose blocks two ranks share: losses, weights, `changed`; and the memory of the
     shared mapping, as the kernel divides it among those who map it."""
     torch.set_num_threads(1)
     with joined() as ranks:
-        torch.save(run_shared(ranks, device), directory / f"{ranks.rank}.pt")
+        found = {case: run_shared(ranks, device, case) for case in SHARED}
+        torch.save(found, directory / f"{ranks.rank}.pt")
     return 0
 
 
-def run_shared(ranks: Ranks, device: str = "cpu", gather: str = "never") -> dict[str, Any]:
-    work = keyhole.Workload("zo", tokens=64)
-    how = {"init": "random", "device": device, "dtype": "bfloat16", "placement": "stream", "workload": work}
-    model = keyhole.load(config("llama", intermediate_size=256), seed=3, ranks=ranks, gather=gather, **how)
-    method = keyhole.ZO(model, 1e-2, distribution="rademacher")
+def run_shared(ranks: Ranks, device: str = "cpu", case: str = "dense") -> dict[str, Any]:
+    """With flushes, evaluations of which every rank makes another number, and a step with work for one rank only."""
+    how: dict[str, Any] = {"init": "random", "device": device, "dtype": "bfloat16", "placement": "stream"}
+    how |= {"workload": keyhole.Workload("zo", tokens=64), "wire": "fp8" if case == "packed" else None}
+    find.STACK_NUMEL = 0 if case == "experts" else STACK_NUMEL
+    shape = config("mixtral", num_local_experts=8) if case == "experts" else config("llama", intermediate_size=256)
+    model = keyhole.load(shape, seed=3, ranks=ranks, chaos=random.Random(ranks.rank), **how)
+    method = keyhole.ZO(model, 1e-2, distribution="rademacher", **SHARED[case])
     update.SHARED_EVERY = 2
-    losses, changed = [], []
+    losses, changed, scores = [], [], []
     for step in range(5):
-        losses.append(method.step(micro_batches(step)))
+        losses.append(method.step(micro_batches(step, count=1 if step == 2 else 3)))
         changed.append(method.update.changed.clone())
+        if step == 1:
+            scores = [model.nll(batch())[0] for _ in range(1 + ranks.rank)]
         if step == 3:
             method.flush()
             changed.append(method.update.changed.clone())
     method.flush()
     found = {"losses": torch.stack(losses).cpu(), "changed": torch.stack([*changed, method.update.changed]).cpu()}
+    found["score"] = scores[0].cpu()
     found |= {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
     homes = model.engine.homes
     blocks = [u.index for u in model.layout.of_kind("block")]

@@ -23,7 +23,7 @@ No further synchronization is needed: a page's weights are overwritten after its
 kernel that read them; its staging buffer is written again only after the next use of the page, which waited for the
 upload. On a CPU device the same jobs run in the same worker, with plain copies.
 
-For a sharded page (offload/transports.py) all of this holds for this rank's part. A resident part waits on the device
+For a sharded page (offload/sharded.py) all of this holds for this rank's part. A resident part waits on the device
 for its next gather, which the engine's own event orders behind the upload.
 
 The part of the updates that the GPU makes (updates.py) goes through a lane, a ring of slots on the device, chunk by

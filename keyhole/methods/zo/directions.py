@@ -81,7 +81,7 @@ class Dense:
         trained tokens, or of the rows of a classifier. steady: blocks may run as graphs of their own (Model.lockstep);
         False while the whole step is captured."""
         model = self.model
-        with model.sweep("train", of_all=True):
+        with model.sweep("train"):
             spine = model.layout.spine
             w = model.engine.acquire(spine.index)
             for p, pair, _ in looks.visits:
