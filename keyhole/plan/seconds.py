@@ -5,8 +5,7 @@
     link      bytes up and down over the rates of the link (machine/rates.py)
     updates   parameters that the CPU updates / its rate, which host memory bounds
     exposed   the same of updates that nothing hides: of `lsp` the embedding's, if its moments are in host memory,
-              because its gradient is the last and its weights are used first; of adam-offload with schedule=monolithic
-              all of them
+              because its gradient is the last and its weights are used first
 
 All but the last overlap, so a step takes about as long as the slowest. The first units have nothing to overlap with,
 copies take memory bandwidth from kernels, and a pass waits for slots: the share HIDDEN of what is overlapped is added.

@@ -11,7 +11,7 @@ import torch
 from benchmarks.plan_check import PARTS, RECORDS, recorded, summary
 from keyhole.bench.shapes import opt_config
 from keyhole.methods import METHODS
-from keyhole.methods.adam_offload.memory import BESIDE_COPIES, waiting_bytes
+from keyhole.methods.adam_offload.memory import waiting_bytes
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.workload import Room, Workload
@@ -115,17 +115,14 @@ def test_waiting_gradients_are_those_of_two_blocks() -> None:
 
 
 def test_updates_that_nothing_hides_are_added_to_the_step() -> None:
-    """All of adam-offload's if monolithic, when the CPU has host memory to itself; of lsp the embedding's, if its
-    moments are on the host."""
+    """None of adam-offload's; of lsp the embedding's, if its moments are on the host."""
 
     def seconds(method: str, own: Any) -> Any:
         asked = METHODS[method].planned_work(opt(), set(), replace(work(method), settings=own), ROOM, H200)
         return step_seconds(asked, H200, rows=4096, itemsize=2)
 
-    layerwise = seconds("adam-offload", AdamOffloadConfig(gpu_updates=False))
-    monolithic = seconds("adam-offload", AdamOffloadConfig(schedule="monolithic"))
-    assert layerwise.exposed == 0 and monolithic.cpu == 0
-    assert monolithic.exposed == pytest.approx(BESIDE_COPIES * layerwise.cpu)
+    alone = seconds("adam-offload", AdamOffloadConfig(gpu_updates=False))
+    assert alone.exposed == 0 and alone.cpu > 0
     on_gpu, on_cpu = (seconds("lsp", LSPConfig(optimizer_on=where)) for where in ("gpu", "cpu"))
     table = sum(unit.numel for unit in opt().of_kind("table"))
     assert on_gpu.exposed == 0 and on_cpu.exposed > table / (2 * H200.adam)

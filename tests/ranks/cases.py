@@ -64,7 +64,6 @@ SHARDS = {
     "adam-offload, experts, two workers": Case(
         "mixtral", OFFLOAD, 1e-3, ADAM | {"gpu_updates": True}, STREAM, again=True
     ),
-    "adam-offload, monolithic": Case("gpt2", OFFLOAD, 1e-3, ADAM | {"schedule": "monolithic"}),
     "lsp": Case("llama", LSP, 1e-3, SUBSPACE | {"optimizer_on": "gpu"}, STREAM),
     "lsp, on the host, clipped": Case("qwen2", LSP, 1e-3, ON_HOST | {"max_grad_norm": 0.5}, size=4),
     "lsp, experts, free": Case(

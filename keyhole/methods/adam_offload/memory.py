@@ -30,8 +30,6 @@ LANE and BESIDE_LANE are the medians of the ten. The sum, which decides the time
 host memory that was measured in the same run explains it: 73 GB/s belonged to 3.4 to 3.8, 100 GB/s to 3.0 to 3.3.
 Gradients come with the backward pass, and the next forward pass begins with the weights whose gradients came last:
 updates overlap with the backward pass alone.
-
-With schedule=monolithic all updates begin when the last gradient has arrived, so nothing hides them.
 """
 
 from collections import Counter
@@ -92,10 +90,10 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]
     numel = sum(u.numel for u in units)
     resident = sum(u.numel for u in units if u.index not in streamed)
-    overlaps = rates.gpu_bytes is not None and own.schedule == "layerwise"
-    helped = overlaps and own.gpu_updates is not False
+    on_gpu = rates.gpu_bytes is not None
+    helped = on_gpu and own.gpu_updates is not False
     lane = LANE * rates.both / (12 + b) if helped else 0.0
-    beside = (BESIDE_LANE if helped else BESIDE_COPIES if overlaps else 1.0) * rates.adam
+    beside = (BESIDE_LANE if helped else BESIDE_COPIES if on_gpu else 1.0) * rates.adam
     share = lane / (lane + beside)
     by_gpu = share * numel
     found = reverse_work(layout, streamed, work, room, rates, offers_compiled=False)
@@ -104,7 +102,6 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
         up=(12 + b) * by_gpu + 4 * (1 - share) * resident,
         down=b * numel + 12 * by_gpu + b * share * (numel - resident),
         adam=(numel - by_gpu) * rates.adam / beside,
-        exposed_adam=numel if own.schedule == "monolithic" else 0.0,
         host_bytes=host_state(layout, streamed, b)[1],
         saved_bytes=12 * numel,
     )

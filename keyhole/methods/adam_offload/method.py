@@ -7,7 +7,7 @@ The rule is torch's AdamW, exactly, on fp32 masters (ops/adam.py). Bytes per par
     link     2 down (gradient), 4 up (master; the GPU rounds it) per step; streamed 4 up (forward and backward). More
              for parameters that the GPU updates: updates.py
 
-One step, layer by layer (schedule: layerwise):
+One step, layer by layer:
 
     reverse     the sweep (model/backward/reverse.py) computes the complete gradient of each tensor, over all
                 micro-batches; it is copied to the host on its own stream while the blocks below are differentiated
@@ -18,20 +18,15 @@ One step, layer by layer (schedule: layerwise):
 
 max_grad_norm needs the norm of the whole gradient, which is known at the end of the backward pass: the GPU computes the
 norms of tensors as they leave, and the updates overlap with the next forward pass. Nothing is stale or approximate.
-Both orders and schedule: monolithic (for comparison) give the same bits. The latter is ZeRO-Offload's order: gradients
-leave during the backward pass, updates begin when all have left, weights return during the updates of other units, and
-the next forward pass begins when all have returned,
 
-    step = forward + max(reverse, gradients down) + max(updates, weights up)          (LSP-Offload, Eq. 1)
-
-If a gradient is not finite: with max_grad_norm (or monolithic) the step changes nothing. Without, the units above may
-already have been updated; if any was, the run stops at once, since the weights then mix two steps. (A non-finite loss
-makes every gradient non-finite, and then nothing has changed.)
+If a gradient is not finite: with max_grad_norm the step changes nothing. Without, the units above may already have been
+updated; if any was, the run stops at once, since the weights then mix two steps. (A non-finite loss makes every
+gradient non-finite, and then nothing has changed.)
 
 The masters were made from the weights. If another method or the caller's own code changes the weights, the masters take
 over the new values before the next step (`_follow`). The model notices such changes (model/attached.py), except one
-through `.data`, which torch does not count: that one is found by comparing a fingerprint of the weights with the one of
-the last flush, or of the time when the masters were made or loaded.
+through `.data`, which torch does not count; so after a flush, when a caller may make one, all weights are compared with
+their masters.
 
 On several ranks each keeps and updates its part of blocks and head, 12 / N bytes of state, and all of table and spine.
 Its part of a unit's summed gradient (methods/shards.py) goes the same way as gradients in one process, to the part's
@@ -55,8 +50,6 @@ from keyhole.model.backward.sink import Found, Sink, runs_of
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
 
-WIDTH = 256  # 64-bit integers of a row of a fingerprint
-
 
 class AdamOffload(GradientMethod, Sink):
     """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
@@ -72,7 +65,6 @@ class AdamOffload(GradientMethod, Sink):
             raise UserError("every parameter is frozen: there is nothing to train")
         model.methods.attach(self)
         self._differentiate(fused=not own.compile)
-        self.clips_at_end = own.max_grad_norm is not None or own.schedule == "monolithic"
         self.updates = Updates(model, own)
         self.exchange = self.updates.exchange
         self._end = weakref.finalize(self, self.exchange.finish)
@@ -80,9 +72,7 @@ class AdamOffload(GradientMethod, Sink):
         self.current = self._new_step()
         self.norm: torch.Tensor | None = None  # of the last step's gradient
         self.parts = AdamParts(self) if model.sharded else None
-        self.as_of = model.methods.steps  # the masters are those of the weights after so many steps of all methods
-        self.taken = model.methods.changes  # and after so many changes by hand
-        self.left = self._fingerprints()  # of the weights as they were taken, or at the last flush; until a step
+        self._took_weights()
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -96,31 +86,26 @@ class AdamOffload(GradientMethod, Sink):
         self._follow()
         super()._backward(loss)
         self._land()
-        self.left = self._fingerprints()
+
+    def _took_weights(self) -> None:
+        """Masters and weights agree, and from now on the caller may change these."""
+        methods = self.model.methods
+        self.as_of, self.taken = methods.steps, methods.changes  # steps of all methods, and changes by hand
+        self.is_open = not self.model.ranks.several  # no caller changes weights there
 
     def _follow(self, others: bool = True) -> None:
-        """If weights have changed since, by hand or (others) by a step of another method, the masters take them over;
-        and the engine waits for this method's updates again."""
-        engine, changes, left = self.model.engine, self.model.methods.changes, self.left
-        by_hand = self.taken != changes
-        if left is not None and not by_hand:
-            by_hand = not all(map(torch.equal, left, self._fingerprints() or []))
-        by_others = others and not (self.as_of == self.model.methods.steps and engine.gate is self.exchange)
-        self.left, self.taken = None, changes
-        if not (by_hand or by_others):
-            return
-        engine.wait_for_homes()
-        self._land()
-        self.updates.follow()
+        """If weights may have changed since, by hand or (others) by a step of another method, the masters take them
+        over; and the engine waits for this method's updates again."""
+        engine, methods = self.model.engine, self.model.methods
+        by_others = others and (self.as_of != methods.steps or engine.gate is not self.exchange)
+        if by_others or self.is_open or self.taken != methods.changes:
+            engine.wait_for_homes()
+            self._land()
+            self.updates.follow()
+            engine.invalidate()
         if by_others:
             engine.gate = self.exchange
-        engine.invalidate()
-
-    def _fingerprints(self) -> list[torch.Tensor] | None:
-        """The fingerprint of each trained unit at home; None on several ranks, where no caller changes weights."""
-        if self.model.ranks.several:
-            return None
-        return [fingerprint(self.model.engine.homes[unit.index]) for unit in self.updates.units]
+        self.is_open, self.taken = False, methods.changes
 
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         self._settle()  # the forward has waited for every unit, so the last step is complete
@@ -141,7 +126,7 @@ class AdamOffload(GradientMethod, Sink):
     def _new_step(self) -> AdamStep:
         norms_K = torch.zeros(len(self.slots), device=self.model.device)
         numbers = self.exchange.down.numbers(len(self.slots) + 2)
-        return AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self.clips_at_end)
+        return AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self.settings.max_grad_norm is not None)
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Computes the norm and sends the gradient to the host."""
@@ -166,7 +151,7 @@ class AdamOffload(GradientMethod, Sink):
     def finished(self, unit: Unit) -> bool:
         """The unit's gradients are being sent; its update is submitted now, or after the backward pass."""
         starts = sorted(self.current.starts[unit.index])
-        if starts and self.clips_at_end:
+        if starts and self.current.waits_for_norm:
             self.current.waiting.append((unit, starts))
         elif starts:
             self.exchange.down.send(*self.current.norms(starts))
@@ -176,16 +161,14 @@ class AdamOffload(GradientMethod, Sink):
     def _end_reverse(self, step: AdamStep) -> None:
         """The norm of the whole gradient is known: sends clip factor and norm, and submits the waiting updates."""
         self.norm = torch.linalg.vector_norm(step.norms_K)
-        if not self.clips_at_end:
+        limit = self.settings.max_grad_norm
+        if limit is None:
             return
-        limit = float("inf") if self.settings.max_grad_norm is None else self.settings.max_grad_norm
         clip = (limit / (self.norm + 1e-6)).clamp(max=1.0)
         self.exchange.down.send(torch.stack([clip, self.norm]), step.numbers[-2:])
         after = self.exchange.sent()
         for unit, starts in step.waiting:
             self.updates.submit(step, unit, starts, after)
-        if self.settings.schedule == "monolithic":
-            self.exchange.drain()
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
@@ -202,7 +185,7 @@ class AdamOffload(GradientMethod, Sink):
         """Waits for all updates: the weights at home are those after the last step."""
         self._land()
         self._follow(others=False)
-        self.left = self._fingerprints()
+        self.is_open = not self.model.ranks.several
 
     def _land(self) -> None:
         self.exchange.drain()
@@ -229,10 +212,8 @@ class AdamOffload(GradientMethod, Sink):
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
-        updates, when = self.updates, "as gradients arrive"
-        if self.clips_at_end:
-            layerwise = self.settings.schedule == "layerwise"
-            when = "at the end of the reverse, under the next forward" if layerwise else "between reverse and forward"
+        updates, clips = self.updates, self.settings.max_grad_norm is not None
+        when = "at the end of the reverse, under the next forward" if clips else "as gradients arrive"
         return [
             f"adam-offload: {updates.states.bytes / 2**30:.2f} GiB of fp32 state in host memory, "
             f"{updates.pool.threads} threads; updates {when}{updates.who}",
@@ -252,7 +233,7 @@ class AdamOffload(GradientMethod, Sink):
         self.updates.load_state_dict(state)
         self.exchange.drain()
         self.model.engine.invalidate()
-        self.as_of, self.taken, self.left = self.model.methods.steps, self.model.methods.changes, self._fingerprints()
+        self._took_weights()
 
     def close(self) -> None:
         """Ends the worker, after the updates that are under way; so does deleting the method. (Ranks flush first.)"""
@@ -286,16 +267,3 @@ class AdamParts(shards.GradientParts):
                 torch.linalg.vector_norm(self.ranks.gather(own_K), dim=0, out=norms_K)
                 step.starts[unit.index] = starts
         return method.finished(unit)
-
-
-@torch.no_grad()
-def fingerprint(flat: torch.Tensor) -> torch.Tensor:
-    """Equal for equal weights, without a copy of them: their bits as 64-bit integers in rows of WIDTH, each row summed
-    (modulo 2^64). Another value changes its sum, and so does an exchange of two weights, unless both are in one row and
-    in the same place of their integers."""
-    flat, row = flat.detach(), WIDTH * 8 // flat.element_size()
-    if flat.storage_offset() * flat.element_size() % 8:  # not where an integer may begin
-        flat = flat.clone()
-    whole = flat.numel() // row * row
-    rest = flat[whole:].contiguous().view(torch.uint8).long()
-    return torch.cat([flat[:whole].view(torch.int64).view(-1, WIDTH).sum(dim=1), rest])

@@ -1,11 +1,10 @@
 """Settings and row of `adam-offload`."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from keyhole.limits import Threads, setting
-from keyhole.methods.settings import AdamSettings, Around, Fault, python
+from keyhole.methods.settings import AdamSettings
 from keyhole.methods.traits import Traits
 
 
@@ -13,8 +12,8 @@ from keyhole.methods.traits import Traits
 class AdamOffloadConfig(AdamSettings):
     """AdamW, exact, with fp32 weights and moments in host memory (14 bytes per parameter), updated by CPU and GPU."""
 
-    # Update layer by layer while the GPU computes, or between two steps as ZeRO-Offload (baseline); same results.
-    schedule: Literal["layerwise", "monolithic"] = python("layerwise")
+    gone = {"schedule": "updates run layer by layer; leave it out"}
+
     threads: Threads | None = None
     # fmt: off
     gpu_updates: bool | None = setting(None,
@@ -23,10 +22,6 @@ class AdamOffloadConfig(AdamSettings):
     activations: Literal["block", "host", "none", "auto"] = "block"
     compile: bool | str = False
     # fmt: on
-
-    def faults(self, around: Around) -> Iterator[Fault]:
-        if self.gpu_updates and self.schedule != "layerwise":
-            yield "adam_offload.gpu_updates", "the GPU helps in schedule=layerwise only; leave it at null"
 
 
 ADAM_OFFLOAD = Traits(

@@ -139,8 +139,7 @@ class Updates:
         self.states = States({unit: numel for unit, (_, numel) in self.kept.items()}, NAMES)
         self.rule = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps}
 
-        helps = self.engine.cuda if own.gpu_updates is None else own.gpu_updates
-        helped, self.who = own.schedule == "layerwise" and helps, ""
+        helped = self.engine.cuda if own.gpu_updates is None else own.gpu_updates
         self.pool = Workers(own.threads, helper=helped)
         masters = {u.index: self.of(u)[0] for u in self.units if u.index not in self.engine.on_host}
         most = waiting_bytes(model.layout, model.dtype.itemsize)
@@ -150,16 +149,13 @@ class Updates:
             master.copy_(self.weights(unit))
             for moment in moments:  # written, so that a lack of memory fails here
                 moment.zero_()
-        self.squares, self.helps = "", helped
+        self.squares, self.helps, self.who = "", helped, "; the device updates a part of them" if helped else ""
         self.lane: Lane | None = None
-        if helped and not self.engine.cuda:
-            self.who = "; the device updates a part of them"
-        elif helped:
+        if helped and self.engine.cuda:
             self.squares, why = help_of_gpu(self.states, self.rule, self.engine.device)
-            self.helps = bool(self.squares)
-            can = "updates what it can meanwhile, in the same bits"
-            self.who = f"; the GPU {can if self.helps else f'cannot help: {why}'}"
+            self.helps, self.who = bool(self.squares), f"; the GPU cannot help: {why}"
             if self.helps:
+                self.who = "; the GPU updates what it can meanwhile, in the same bits"
                 chunk = chunk_of(min(PART, max(unit.numel for unit in self.units)))
                 self.lane = Lane([torch.float32] * 3 + [model.dtype], self.engine.device, chunk)
         if self.engine.cuda and masters and not self.helps:
@@ -187,8 +183,9 @@ class Updates:
         """Sets the masters to the weights where they do not round to them, because another method or the caller has
         changed these. Elsewhere they keep their precision."""
         for unit in self.units:
-            master, weights = self.of(unit)[0], self.weights(unit)
-            master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.float()))
+            for master, now in zip(self.of(unit)[0].split(PART), self.weights(unit).split(PART), strict=True):
+                if not torch.equal(master.to(now.dtype), now):
+                    master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
 
     def write(self, unit: Unit, begin: int = 0, end: int | None = None) -> None:
         """Overwrites gradients that are not used with the current weights."""

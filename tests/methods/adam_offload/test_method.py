@@ -98,17 +98,15 @@ def test_equals_torch_adamw_given_the_same_gradients(name: str) -> None:
 @in_every_run(lambda clip: clip is not None)
 @pytest.mark.parametrize("clip, dtype", [(0.5, "bfloat16"), (None, "float32")])
 def test_every_order_and_placement_gives_the_same_bits(clip: float | None, dtype: str) -> None:
-    """Layerwise is monolithic is streamed, in whole blocks or single matrices, with poisoned slots."""
+    """Resident is streamed, in whole blocks or single matrices, with poisoned slots."""
     base = load(dtype=dtype)
     twins = [streamed(base), streamed(base, max_unit_numel=1, chaos=random.Random(0), slot_count=8)]
     partly = streamed(base, keep=("table", "head"), slot_count=1)
     expected = trained(load(dtype=dtype), max_grad_norm=clip)
     assert not same(expected, weights(base))
-    assert same(expected, trained(load(dtype=dtype), max_grad_norm=clip, schedule="monolithic"))
     assert same(expected, trained(load(dtype=dtype), max_grad_norm=clip, threads=2))
     for twin in (*twins, partly):
         assert same(expected, trained(twin, max_grad_norm=clip))
-    assert same(expected, trained(streamed(base), max_grad_norm=clip, schedule="monolithic"))
 
 
 def test_a_table_of_several_chunks_is_treated_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +206,7 @@ def test_generation_waits_for_updates() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    """An unknown schedule, weights in a format of their own, nothing to train."""
-    with pytest.raises(UserError, match="layerwise . monolithic"):
-        AdamOffload(load(), schedule="eager")
+    """Weights in a format of their own, nothing to train."""
     with pytest.raises(UserError, match="wire=null"):
         AdamOffload(load(dtype="bfloat16", wire="fp32"))
     model = load()
@@ -230,7 +226,6 @@ def test_every_order_and_placement_gives_the_same_bits_on_a_gpu(clip: float | No
         return keyhole.load(config("llama", **shape), init="random", device="cuda", dtype="bfloat16", **options)
 
     expected = trained(gpu(), 6, max_grad_norm=clip, gpu_updates=False)
-    assert same(expected, trained(gpu(), 6, max_grad_norm=clip, schedule="monolithic"))
     assert same(expected, trained(gpu(), 6, max_grad_norm=clip))
     for seed in range(3):
         model = gpu(placement="stream", chaos=random.Random(seed))

@@ -22,7 +22,6 @@ SUBSPACE = SMALL | {"lr": 1e-2, "eps": EPS, "learn": False}
 METHODS_WITH_BACKWARD = [
     (AdamOffload, ADAM),
     (AdamOffload, ADAM | {"max_grad_norm": 0.5}),
-    (AdamOffload, ADAM | {"schedule": "monolithic"}),
     (LSP, SUBSPACE | {"optimizer_on": "gpu"}),
     (LSP, SUBSPACE | {"optimizer_on": "cpu"}),
     (LSP, SUBSPACE | {"optimizer_on": "cpu", "max_grad_norm": 0.1}),
