@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from keyhole import ops
-from keyhole.bench.measure import wait
-from keyhole.bench.rates import copy_rate
+from keyhole.bench.measure import copy_rate
 from keyhole.ops.adam import host_adamw_
 from keyhole.ops.lowbit import Grid, lowbit_decode
 from keyhole.ops.noise.words import DISTRIBUTIONS
 from keyhole.ops.zo.element import ZOStep
+from keyhole.plan.measure import wait
 
 BLOCK = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
 ROUNDINGS, QUICK_SHRINK = ("nearest", "stochastic"), 64

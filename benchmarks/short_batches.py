@@ -35,7 +35,7 @@ import torch
 
 import keyhole
 from keyhole.bench.baselines import Textbook
-from keyhole.bench.rates import copy_rate, link_rates, product_rate
+from keyhole.bench.measure import copy_rate, link_rates, product_rate
 
 SMOLLM2 = {
     "hidden_size": 576,

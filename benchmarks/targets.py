@@ -129,8 +129,7 @@ def judge_zo(records: list[Record]) -> list[Row]:
 
 def judge_snapshots(rows: list[Record]) -> list[Row]:
     """Checkpoints in the background must not slow a run down."""
-    measured = snapshots.by_mode([r if "case" in r else {"case": r, "status": "ok"} | r for r in rows])  # older files
-    found = []
+    measured, found = snapshots.by_mode(rows), []
     for (model, mode), record in measured.items():
         if mode == snapshots.BACKGROUND and (model, snapshots.NONE) in measured:
             ratio = record["tokens_per_s"] / measured[model, snapshots.NONE]["tokens_per_s"]
@@ -144,8 +143,8 @@ def verdicts(path: Path) -> str:
     found = json.loads(path.read_text())
     if found.get("quick"):
         return "a quick run proves nothing"
-    records = found.get("rows", found.get("records", []))  # rows: in older files of snapshots
-    saved = any("mode" in r.get("case", r) or r.get("case", {}).get("saving") for r in records)
+    records = found["records"]
+    saved = any(r.get("case", {}).get("saving") for r in records)
     rows = judge_snapshots(records) if saved else judge_zo(records)
     return markdown(["what", "case", "target", "measured", "verdict"], [list(vars(row).values()) for row in rows])
 

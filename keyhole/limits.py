@@ -127,7 +127,7 @@ def describe(kind: object, full: bool = False) -> str:
     if origin is list:
         return f"list of {describe(args[0])}"
     if origin is dict:
-        return "mapping of names to values" if args[1] is object else f"mapping of names to {describe(args[1])}"
+        return "mapping of names to values" if args[1] in (object, Any) else f"mapping of names to {describe(args[1])}"
     return WORDS.get(kind, "null")
 
 

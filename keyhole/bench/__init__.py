@@ -5,8 +5,7 @@ A floor is the time that the hardware needs at least, from measured rates. A mea
 
 cases.py        the rows of every table               process.py      worker processes
 shapes.py       configs of true shape, by name        report.py       records as JSON and Markdown, and their tables
-measure.py      seconds per step, bytes               rates.py        rates of products, copies and the link
-baselines.py    MeZO's loop, torch's optimizers       floors.py       what bounds a step
+measure.py      seconds per step, bytes, rates        baselines.py    MeZO's loop, torch's optimizers
 
 run.py                       which function and which report a verb has
 steps.py, step_tables.py     zo, lomo, lsp: whole steps, resident and streamed, beside the baselines

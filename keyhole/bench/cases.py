@@ -14,32 +14,34 @@ ratios compare equal shapes.
 """
 
 import fnmatch
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from reprlib import repr  # shortens deeply nested aliases
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import yaml
 
 from keyhole.bench.shapes import BLOCKS, BLOOM, POSITIONS, SHAPES, fitting_blocks, known
 from keyhole.config.loader import read_limited
 from keyhole.errors import UserError
+from keyhole.limits import describe, fits
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.zo.traits import ZO
 
 TABLES = Path(__file__).parent / "tables"
 NATIVE, RESIDENT, TEXTBOOK, STREAMED = SYSTEMS = ("native", "resident", "textbook", "streamed")  # in this order
-SAVING = ("", "background", "torch.save", "replay")  # "replay": a journal is applied
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 Options = dict[str, Any]
-
-
-def one_of(words: Iterable[str], **options: str) -> Any:
-    """A field whose value is one of these words."""
-    return field(metadata={"one_of": tuple(words)}, **options)  # type: ignore[call-overload]
+if TYPE_CHECKING:
+    Model = str
+    System = str
+    Method = str
+    Dtype = str
+else:
+    Model, System, Method, Dtype = (Literal[*words] for words in (BLOCKS, SYSTEMS, METHODS, ELEMENT_BYTES))
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class Case:
     """A row: what runs, on which shape, and how. Baselines: `textbook` is MeZO's published loop, `native` torch's
     optimizer (options: `optimizer` and its arguments)."""
 
-    model: str = one_of(BLOCKS)
-    system: str = one_of(SYSTEMS)
-    method: str = one_of(METHODS, default=ZO.name)
+    model: Model
+    system: System
+    method: Method = ZO.name
     title: str = ""  # the name; without it, one that tells what is set
-    dtype: str = one_of(ELEMENT_BYTES, default="bf16")
+    dtype: Dtype = "bf16"
     batch: int = 1
     length: int = POSITIONS
     micro_batches: int = 1  # per step
@@ -60,10 +62,10 @@ class Case:
     quick_gpu_memory: str | None = None  # the budget of a quick run
     wire: str | None = None
     device: str = ""  # "": the run's; cpu: beside a GPU
-    saving: str = one_of(SAVING, default="")  # how a row of snapshots.yaml saves; "": not at all
+    saving: Literal["", "background", "torch.save", "replay"] = ""  # in snapshots.yaml; "replay": a journal is applied
     compare: str = ""  # the resident case whose step is the compute floor; without it, the one of the same shape
-    load: dict = field(default_factory=dict)  # type: ignore[type-arg]  # of keyhole.load: overlap, reuse_slots
-    options: dict = field(default_factory=dict)  # type: ignore[type-arg]  # settings of the method
+    load: Options = field(default_factory=dict)  # of keyhole.load: overlap, reuse_slots
+    options: Options = field(default_factory=dict)  # settings of the method
 
     @property
     def name(self) -> str:
@@ -138,19 +140,15 @@ def _expanded(usual: Options, row: Any) -> Iterator[Any]:
 
 def case_of(row: Options, where: str) -> Case:
     """The row as a case, every key and value checked."""
-    types, keys = get_type_hints(Case), {f.name: f for f in fields(Case)}
+    types = get_type_hints(Case)
     for key, value in row.items():
-        if key not in keys:
-            raise UserError(f"{where}: {key!r} is not one of {', '.join(keys)}")
-        kind, words = types[key], keys[key].metadata.get("one_of")
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            said = kind.__name__ if isinstance(kind, type) else kind
-            raise UserError(f"{where}: {key}: {repr(value)} is not of type {said}")
-        if words is not None and value not in words:
-            raise UserError(f"{where}: {key}: {repr(value)} is not one of {', '.join(words)}")
-    missing = [k for k, f in keys.items() if f.default is f.default_factory is MISSING and k not in row]
-    if missing:
-        raise UserError(f"{where}: {missing[0]!r} is missing")
+        if key not in types:
+            raise UserError(f"{where}: {key!r} is not one of {', '.join(types)}")
+        if not fits(value, types[key]):
+            raise UserError(f"{where}: {key}: found {repr(value)}, expected {describe(types[key])}")
+    for key in ("model", "system"):
+        if key not in row:
+            raise UserError(f"{where}: {key!r} is missing")
     return Case(**row)
 
 

@@ -13,7 +13,7 @@ arithmetic. Floors, for P elements in the matrices of the block, M tokens in seq
     BWD   twice that
     UPD   28 P bytes / rate of a large copy                  both kinds: 28 bytes read or written per parameter
 
-Both rates are measured in the same process (rates.py). Activations are the tensors that the block's forward
+Both rates are measured in the same process (measure.py). Activations are the tensors that the block's forward
 keeps for its backward, counted as they are saved, times the number of blocks.
 """
 
@@ -28,7 +28,6 @@ import keyhole
 from keyhole.bench import measure
 from keyhole.bench.cases import Case
 from keyhole.bench.process import Emit, Job
-from keyhole.bench.rates import copy_rate, link_rates, product_rate
 from keyhole.bench.report import Cells, Record, Report, table
 from keyhole.bench.shapes import BLOCKS, LEAST_BLOCKS, model_config
 from keyhole.machine.host import cpu_has_bf16
@@ -56,7 +55,7 @@ Call = tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]  # hidden states and
 @cache
 def rates_of(device: torch.device, dtype: torch.dtype, quick: bool) -> dict[str, float]:
     side, size = (QUICK_SIDE, QUICK_COPY) if quick else (None, None)
-    return {"product": product_rate(device, dtype, side), "copy": copy_rate(device, size)}
+    return {"product": measure.product_rate(device, dtype, side), "copy": measure.copy_rate(device, size)}
 
 
 def measure_layer(case: Case, job: Job, emit: Emit) -> Record:
@@ -75,7 +74,7 @@ def measure_layer(case: Case, job: Job, emit: Emit) -> Record:
         "tokens": tokens,
         "layers": blocks,
         "rates": rates,
-        "link": link_rates(LINK_BYTES, rounds=3) if device.type == "cuda" else None,
+        "link": measure.link_rates(LINK_BYTES, rounds=3) if device.type == "cuda" else None,
         "parameters": sum(t.shape.numel() for t in model.layout.tensors) + (blocks - LEAST_BLOCKS) * block_numel,
         "kept_bytes": kept_bytes(block, call),
         "floors": floors(block, tokens, length, config.hidden_size, rates),

@@ -5,24 +5,40 @@ made before the timing. Timed steps are queued as in a run: one after the other,
 no synchronisation before the last, so the upload of step t + 1 may begin in step t. The wall clock over all timed
 steps, waiting at the end for every stream, is reported beside the median of the events.
 
+Rates, for the floors, are the best of a few rounds, because a floor is what the hardware can do:
+
+    product_rate   operations per second of one large product of random matrices
+    copy_rate      bytes read and written per second by one large copy
+    link_rates     GB/s (10^9 bytes) each way, of the copies that streaming makes:
+                       up       pinned host memory -> device, alone
+                       down     device -> pinned host memory, alone
+                       duplex   each way while both run with the same number of bytes, as in a streamed step
+                   with the median of the rounds beside the best. A copy has the size of a unit; the host side cycles
+                   through several buffers, so that memory and not a cache is measured, and is pinned as weights are.
+
 Device memory is the peak that PyTorch's allocator reserved and allocated from the first step on (memory for making
 random weights is freed before). Host memory is the peak resident set of the process, pinned weights included.
 """
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from keyhole.bench.report import Record
 from keyhole.machine.gpu import free_memory
+from keyhole.machine.probe import copy_speed
+from keyhole.offload import arena
 from keyhole.offload.engine import Engine
+from keyhole.plan.measure import best_s, product, wait
 
 Mark = float | torch.cuda.Event
-_can_reset_host_peak = True
+SIDE = {"cuda": 8192, "cpu": 2048}  # of the matrices of a product
+COPY_BYTES = {"cuda": 2**32, "cpu": 2**30}
+ROUND_BYTES, HOST_BYTES = 2**32, 2**30  # of the link, one way: per round, and of at least two host buffers
 
 
 def device_of(name: str) -> torch.device:
@@ -94,28 +110,18 @@ def _seconds(begin: Mark, end: Mark) -> float:
     return float(begin.elapsed_time(end) / 1e3)
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def clean_up(device: torch.device) -> None:
-    """Frees unused memory and resets the peaks."""
-    global _can_reset_host_peak
-    gc.collect()
+    """Frees unused memory and workspaces, and resets the peaks (that of the host where the system allows it)."""
+    wait(device)
+    free_memory()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        _can_reset_host_peak = False
 
 
 def clear_device(device: torch.device) -> None:
-    """The same after a model is closed; frees workspaces of its graphs and removes its memory limit too."""
-    free_memory()
+    """The same after a model is closed; removes its memory limit too."""
     clean_up(device)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device.index)  # None: the current one; "cuda" is refused
@@ -135,7 +141,40 @@ def device_memory(device: torch.device) -> dict[str, int]:
 
 
 def host_memory() -> int:
-    """Peak resident set of this process since clean_up, in bytes; the current one if the system keeps no peak."""
-    key = "VmHWM:" if _can_reset_host_peak else "VmRSS:"
-    status = Path("/proc/self/status").read_text().split(key)
+    """Peak resident set of this process since clean_up, in bytes."""
+    status = Path("/proc/self/status").read_text().split("VmHWM:")
     return int(status[1].split()[0]) * 1024 if len(status) == 2 else 0
+
+
+def product_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16, side: int | None = None) -> float:
+    """FLOP/s."""
+    side = side or SIDE[device.type]
+    return product(device, dtype, side, side, side)
+
+
+def copy_rate(device: torch.device, size_bytes: int | None = None) -> float:
+    """Bytes per second, read and written bytes together."""
+    source = torch.ones((size_bytes or COPY_BYTES[device.type]) // 4, device=device)
+    target, repeat = torch.empty_like(source), 10 if device.type == "cuda" else 1
+    return 2 * source.nbytes / best_s(lambda: target.copy_(source), device, repeat=repeat)
+
+
+def link_rates(unit_bytes: int, rounds: int = 5) -> dict[str, float]:
+    """Rates up, down and duplex for copies of unit_bytes."""
+    count = max(2, HOST_BYTES // unit_bytes)
+    host = arena.host_memory(2 * count * unit_bytes).fill_(1)
+    arena.pin(host)
+    device = [torch.zeros(unit_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    pieces, streams = host.split(unit_bytes), (torch.cuda.Stream(), torch.cuda.Stream())
+    up = [(device[0], piece, streams[0]) for piece in pieces[:count]]
+    down = [(piece, device[1], streams[1]) for piece in pieces[count:]]
+    both = [copy for pair in zip(up, down, strict=True) for copy in pair]
+    repeat, found = max(1, ROUND_BYTES // (count * unit_bytes)), dict[str, float](unit_bytes=unit_bytes)
+    try:
+        for name, copies, ways in (("up", up, 1), ("down", down, 1), ("duplex", both, 2)):
+            rates = [copy_speed(copies, repeat) / ways for _ in range(rounds)]
+            found[name], found[f"{name}_median"] = max(rates), statistics.median(rates)
+    finally:
+        torch.cuda.synchronize()
+        arena.unpin(host)
+    return found

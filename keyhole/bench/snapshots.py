@@ -40,6 +40,7 @@ from keyhole.checkpoint.replay import apply_records
 from keyhole.checkpoint.state import State, verify
 from keyhole.checkpoint.writer import Writer
 from keyhole.machine.sizes import GIB
+from keyhole.plan.measure import wait
 
 LR = 1e-7
 NONE, BACKGROUND, REPLAY = "none", "background", "replay"
@@ -60,7 +61,7 @@ def measure_saving(case: Case, job: Job, emit: Emit) -> Record:
     with tempfile.TemporaryDirectory(prefix="keyhole-bench-") as place:
         scratch = Path(place)
         run(3)
-        measure.wait(device)
+        wait(device)
         measure.clean_up(device)
         if isinstance(method, keyhole.ZO) and case.saving == REPLAY:
             found = time_replay(method, REPLAYED)
@@ -75,7 +76,7 @@ def measure_saving(case: Case, job: Job, emit: Emit) -> Record:
                 torch.save(tensors, scratch / "baseline.pt")
                 written.append(time.perf_counter() - begin_s)
             run(EVERY)
-            measure.wait(device)
+            wait(device)
             found = {"steps": EVERY, "wall_s": time.perf_counter() - begin_s}
             found |= {"write_s": written} if written else {}
     found["weights_bytes"] = weights_bytes
@@ -98,7 +99,7 @@ def time_background(method: keyhole.ZO, run: Callable[[int], None], scratch: Pat
         if written.error is not None:
             raise written.error
         deleting, step = select.prune(scratch, 1, step), step + EVERY
-    measure.wait(method.model.device)
+    wait(method.model.device)
     wall_s = time.perf_counter() - begin_s
     deleting.join()
     verify(done[-1].path)
@@ -123,12 +124,11 @@ def time_replay(method: keyhole.ZO, steps: int) -> Record:
 
 
 def by_mode(records: list[Record]) -> dict[tuple[str, str], Record]:
-    """The latest measurement of each model and mode. Records of older files name their mode."""
+    """The latest measurement of each model and mode."""
     found = {}
     for r in (r for r in records if r.get("status") == "ok"):
-        case = r["case"]
-        words = [TEXTBOOK if case.get("system") == TEXTBOOK else "", case.get("saving", "")]
-        found[case["model"], case.get("mode") or " ".join(filter(None, words)) or NONE] = r
+        words = [TEXTBOOK if r["case"]["system"] == TEXTBOOK else "", r["case"]["saving"]]
+        found[r["case"]["model"], " ".join(filter(None, words)) or NONE] = r
     return found
 
 

@@ -1,7 +1,8 @@
 """The tables of `keyhole bench zo | lomo | lsp`: a line per case, beside its baselines and its floor.
 
     compute   streamed: the resident step of the same method and shape
-    link      bytes that cross per step at the rates of the same run (floors.py)
+    link      bytes that cross per step: each way at the rate of that way alone, and what goes both ways at the duplex
+              rate of the same run; the longest of the three
     floor     streamed: the larger of both, since with perfect overlap the longer one hides the shorter; resident: the
               larger of the step's own products and of the CPU's updates
 
@@ -11,7 +12,6 @@ If what a value needs was not measured, the cell is empty: nothing is guessed or
 from dataclasses import dataclass
 
 from keyhole.bench.cases import NATIVE, RESIDENT, STREAMED, TEXTBOOK, Case, Table
-from keyhole.bench.floors import link_seconds
 from keyhole.bench.report import Cells, Record, Report, number, table
 from keyhole.bench.shapes import BLOCKS
 from keyhole.machine.sizes import GIB, MIB
@@ -67,7 +67,8 @@ class Line:
         link, r = self.record.get("link"), self.record
         if self.case.system != STREAMED or not link:
             return None if self.case.system != STREAMED or r.get("bytes_up") else 0.0
-        return link_seconds(r["bytes_up"], r["bytes_down"], link)
+        both_bytes = min(r["bytes_up"], r["bytes_down"])
+        return float(max(r["bytes_up"] / link["up"], r["bytes_down"] / link["down"], both_bytes / link["duplex"])) / 1e9
 
     @property
     def floor(self) -> tuple[float | None, str]:

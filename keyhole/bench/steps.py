@@ -1,25 +1,34 @@
 """Times the steps of a case: `keyhole bench zo | lomo | lsp`. Random weights of the true shape, the same for every
-system; median of the timed steps."""
+system; median of the timed steps. Beside a step, what bounds it:
+
+products   the step's matrix products, of the same shapes and with the model's own weights, one after the other without
+           a pause, for as many rounds as there were steps and directly after them: a GPU that multiplies without a
+           pause is held at its power limit, and no step reaches the rate of one large product
+updates    seconds in which the CPU updated parameters (adam-offload, lsp with moments on the host)
+link       bytes that crossed per step, and the rates of the same run (step_tables.py)
+"""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 import keyhole
 from keyhole.bench import measure
 from keyhole.bench.baselines import Native, Textbook, take_weights
-from keyhole.bench.cases import NATIVE, STREAMED, TEXTBOOK, Case
-from keyhole.bench.floors import own_products_s, step_parts
+from keyhole.bench.cases import NATIVE, RESIDENT, STREAMED, TEXTBOOK, Case
 from keyhole.bench.process import Emit, Job
-from keyhole.bench.rates import link_rates
 from keyhole.bench.report import Record
 from keyhole.bench.shapes import QUICK_SHRINK, model_config
 from keyhole.methods import METHODS
+from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.methods.base import Method
+from keyhole.methods.lsp.method import LSP
 from keyhole.methods.settings import MethodSettings
 from keyhole.methods.workload import Workload
+from keyhole.model.structure.find import find_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = {"forward": 1e-7, "reverse": 1e-5, "torch": 1e-5}  # by how a method sweeps the model
@@ -135,6 +144,63 @@ def link_of(unit_bytes: int, emit: Emit) -> dict[str, float]:
     """Rates of copies of this size, or of a similar one that were measured already."""
     near = [size for size in _links if 0.5 < size / unit_bytes < 2]
     if not near:
-        _links[unit_bytes] = link_rates(unit_bytes)
+        _links[unit_bytes] = measure.link_rates(unit_bytes)
         emit({"kind": "link", **_links[unit_bytes]})
     return _links[near[0] if near else unit_bytes]
+
+
+def own_products_s(case: Case, module: nn.Module, tokens: int, warm_up: int, rounds: int) -> float | None:
+    """Seconds per step, for all micro-batches. None if the weights are not all on the device, or the method computes
+    other products (adapters, subspaces). A method of forward passes alone multiplies the rows of all passes at once."""
+    row, is_ours = METHODS[case.method], case.system != NATIVE
+    others = is_ours and (row.keeps_base or "d" in vars(row.settings()))
+    if case.system not in (NATIVE, RESIDENT) or case.gpu_memory or case.wire or others:
+        return None
+    recomputes = case.options.get("activations", row.settings().keeps) in ("block", "host")  # `auto`: none is counted
+    recomputes = recomputes if is_ours else bool(case.options.get("checkpointing", True))
+    forward_only = is_ours and row.sweep == "forward"
+    tokens *= row.settings().passes if forward_only else 1
+    blocks = [[m.weight for m in block.modules() if isinstance(m, nn.Linear)] for block in find_blocks(module)]
+    inside = {id(weight) for block in blocks for weight in block}
+    outside = [m.weight for m in module.modules() if isinstance(m, nn.Linear) and id(m.weight) not in inside]
+    first, every = blocks[0][0], [*outside, *(weight for block in blocks for weight in block)]
+    rows = {
+        size: torch.randn(tokens, size, device=first.device, dtype=first.dtype)
+        for size in {size for weight in every for size in weight.shape}
+    }
+
+    def forward(weights: list[torch.Tensor]) -> None:
+        for weight in weights:
+            torch.mm(rows[weight.shape[1]], weight.t())
+
+    def backward(weights: list[torch.Tensor]) -> None:
+        for weight in reversed(weights):
+            torch.mm(rows[weight.shape[0]], weight)
+            torch.mm(rows[weight.shape[0]].t(), rows[weight.shape[1]])
+
+    def step() -> None:
+        for block in blocks:
+            forward(block)
+        forward(outside)
+        if forward_only:
+            return  # otherwise logits are made again
+        forward(outside)
+        backward(outside)
+        for block in reversed(blocks):
+            if recomputes:
+                forward(block[:-1])  # the output of the last layer is not needed
+            backward(block)
+
+    with torch.no_grad():
+        found = measure.time_parts({"products": step}, first.device, warm_up, rounds)
+    return float(case.micro_batches * found["products"]["s"])
+
+
+def step_parts(method: Method) -> dict[str, float]:
+    """Seconds of the last step by part, of methods that update on the CPU; call it after synchronising the device."""
+    found = {key: float(value) for key, value in method.metrics().items()}
+    if isinstance(method, AdamOffload):
+        found["update_s"] = method.updates.host_s
+    if isinstance(method, LSP) and method.updates.host is not None:
+        found["update_s"] = method.updates.host.update_s
+    return found

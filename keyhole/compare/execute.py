@@ -17,6 +17,7 @@ Only metrics are kept of a run, unless save_model is set.
 
 import hashlib
 import json
+import re
 import sys
 import time
 import traceback
@@ -89,12 +90,12 @@ def compare(
             first = next(iter(group.trials.values())).config
             check_directory(first.model)
             check_sources(data_settings(first, None))
-        listed = [trial for group in groups for trial in group.trials.values()]
-        for trial in listed:
-            say(f"{trial.id}: {trial.label}")
+        for group in groups:
+            for trial in group.trials.values():
+                say(f"{trial.id}: {trial.label}")
         total = number_of_runs(comparison, groups)
         fewer = " (choose_by: first-seed: of each grid only the best point is run with the other seeds)"
-        say(f"{counted(total, 'run')}{fewer if total < len(listed) else ''}")
+        say(f"{counted(total, 'run')}{fewer if total < sum(len(group.trials) for group in groups) else ''}")
         return 0
     kept.day = inspect(root)
     execution = Execution(comparison, groups, kept, retry, allow_code_execution, say)
@@ -173,7 +174,7 @@ class Execution:
         self.began_s, self.before = time.monotonic(), done
         for trial in self._trials():
             if trial.id not in self.results and not self._run(trial):
-                self._write_or_warn()
+                self._write()
                 self.say("interrupted; the same command goes on from here")
                 return EXIT_INTERRUPTED
             self.finished += trial.method != ZERO_SHOT
@@ -185,11 +186,10 @@ class Execution:
                 f"{self.root / 'results'}, and the same command writes the tables from them"
             )
         self.say(f"page: {self.root / 'report.html'}")
-        count = sum(result.error is not None for result in self.results.values())
-        if count:
-            told = f"{count} of {len(self.results)} runs failed, zero-shot included"
+        if failed := sum(result.error is not None for result in self.results.values()):
+            told = f"{failed} of {len(self.results)} runs failed, zero-shot included"
             self.say(f"{told}: table.md says why, --retry repeats them")
-        return FAILED if count else 0
+        return FAILED if failed else 0
 
     def _recall(self) -> None:
         """Reads the results of earlier runs of the plan; a damaged one is deleted."""
@@ -243,6 +243,8 @@ class Execution:
                 return False
             else:
                 result = summarise(trial, self.kept.load_data(data_settings(trial.config)))
+        except torch.AcceleratorError:
+            raise  # the device is lost: no later run can work
         except Exception as error:
             self._failed(result, error)
         free_memory()
@@ -250,12 +252,13 @@ class Execution:
         write_result(self.root, result)
         if result.kind != CRASH and not trial.config.save_model:  # a crashed run will go on from its checkpoint
             select.delete(select.checkpoints(Path(trial.config.output_dir)), self.say).join()
-        done, place = self.finished + (trial.method != ZERO_SHOT), ""
-        left_s = (time.monotonic() - self.began_s) / max(1, done - self.before) * (self.total - done)
+        place = ""
         if trial.method != ZERO_SHOT:
+            done = self.finished + 1
+            left_s = (time.monotonic() - self.began_s) / max(1, done - self.before) * (self.total - done)
             place = f"[{done}/{self.total}{f', {duration(left_s)} left' if done < self.total else ''}] "
         self.say(f"{place}{trial.label}: {_line(result)}, {duration(time.monotonic() - began_s)}")
-        self._write_or_warn()
+        self._write()
         return True
 
     def _score_untrained(self, trial: Trial, made: Result) -> None:
@@ -283,10 +286,8 @@ class Execution:
         """Completes the result of a run that ended with this error; the other runs continue."""
         told = str(error) if isinstance(error, UserError) else out_of_memory(error)
         if told is not None:  # would happen again
-            result.error, result.kind = _one_line(told), REFUSED
+            result.error, result.kind = re.sub(r"[;:,.]?\s*\n\s*", "; ", told), REFUSED
             return
-        if isinstance(error, torch.AcceleratorError):
-            raise error  # the device is lost: no later run can work
         result.error, result.kind = f"{type(error).__name__}: {error}", CRASH
         with suppress(OSError):
             (self.root / "results").mkdir(exist_ok=True)
@@ -295,19 +296,16 @@ class Execution:
 
     def cells(self) -> list[Cell]:
         """The table so far."""
-        cells, untrained = list[Cell](), dict(self.untrained)
+        found: dict[tuple[str, str, str], Cell] = {}
         for group in self.groups:
-            first = untrained.pop((group.model, group.task), None)
-            cells += [zero_shot_cell(self.results[first.id])] if first is not None and first.id in self.results else []
-            cells.append(cell_of(group, self.comparison, self.results))
-        return cells
-
-    def _write_or_warn(self) -> None:
-        if (fault := self._write()) is not None:
-            print(f"keyhole: the tables cannot be written: {fault}", file=sys.stderr)
+            first, place = self.untrained.get((group.model, group.task)), (group.model, group.task)
+            if first is not None and first.id in self.results:
+                found.setdefault((*place, ZERO_SHOT), zero_shot_cell(self.results[first.id]))
+            found[*place, group.method] = cell_of(group, self.comparison, self.results)
+        return list(found.values())
 
     def _write(self) -> OSError | None:
-        """Writes the tables so far; returns the error if that fails."""
+        """Writes the tables so far; says and returns the error if that fails."""
         cells = self.cells()
         settings = {f"{group.method} on {group.task}": _settings_of(group) for group in self.groups}
         try:
@@ -315,6 +313,7 @@ class Execution:
             write_text(self.root / "table.md", to_markdown(self.comparison, cells))
             write_text(self.root / "report.html", make_page(self.comparison, cells, settings, self.environment))
         except OSError as error:
+            print(f"keyhole: the tables cannot be written: {error}", file=sys.stderr)
             return error
         return None
 
@@ -336,11 +335,3 @@ def _settings_of(group: Group) -> dict[str, object]:
     for name in dict(group.points[0]) if len(group.points) > 1 else ():
         values[name] = " | ".join(dict.fromkeys(dict(point)[name] for point in group.points))
     return values
-
-
-def _one_line(text: str) -> str:
-    """The lines of a message, divided by `;` where a line ends in no mark of its own."""
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    return " ".join(
-        [*(line if line.endswith((";", ":", ".", ",")) else f"{line};" for line in lines[:-1]), *lines[-1:]]
-    )

@@ -214,33 +214,29 @@ class _Reader:
         """Name -> directory or hub id. A model without a name is called by the last parts of its path."""
         found = self.names("models", "directories or hub ids")
         where = self.nodes["models"].where if "models" in self.nodes else ""
-        named = [(name, entry) for name, entry in found if entry is not None]
-        for name, entry in named:
-            if _word(entry.node) is None:
+        known = self.by_path([name for name, entry in found if entry is None], where)
+        named = {name: entry for name, entry in found if entry is not None}
+        self.check_names("models", [name for name, entry in found if entry is not None], where)
+        for name, entry in named.items():
+            known[name] = _word(entry.node) or ""
+            if not known[name]:
                 message = f"{show(entry.node)} under `{printable(name)}`, expected a directory or hub id"
                 self.fault("models", message, entry.where)
-        paths = [name for name, entry in found if entry is None]
-        known = {name: _word(entry.node) or "" for name, entry in named} | self.by_path(paths, where)
-        self.check_names("models", [name for name, _ in named] or [*known], where)
         asked = _split(self.picked.get("model") or self.picked.get("models") or "")
         if asked and {*asked} <= known.keys():
             known = {name: known[name] for name in asked}
             self.check_names("models", asked, COMMAND_LINE)
         elif asked:
             known = self.by_path(asked, COMMAND_LINE)
-            self.check_names("models", [*known], COMMAND_LINE)
         if not known and not any(fault.key == "models" for fault in self.faults):
             self.fault("models", "missing; name a directory or hub id, here or as model=DIR")
         return known
 
     def by_path(self, paths: Sequence[str], where: str) -> dict[str, str]:
         """Name -> path; a repeated path is refused."""
-        parts = [Path(path).parts for path in paths]
-        for i, own in enumerate(parts):
-            if own in parts[:i]:
-                first = paths[parts.index(own)]
-                self.fault("models", f"`{first}` and `{paths[i]}` are one model, named twice; leave one out", where)
-        return dict(zip(last_parts(paths), paths, strict=True))
+        names = last_parts(paths)
+        self.check_names("models", names, where)
+        return dict(zip(names, paths, strict=True))
 
     def named(self, key: str) -> dict[str, Entries]:
         """Tasks or methods with their settings. The command line may add tasks, and select methods."""

@@ -1,9 +1,8 @@
 """report.html: the comparison as one self-contained page, without scripts or external files.
 
-From top to bottom: the winner, in a sentence; a table per model; for every task the dev metric over steps, over
-training time and, if several methods without gradients are compared, over forward passes, and the test metric over GPU
-memory; every point of every grid; failures and warnings; and how to run it again. It follows the reader's light or dark
-theme and fits a phone. All text from files or settings is escaped.
+From top to bottom: the winner, in a sentence; a table per model; for every task the dev metric over steps and over
+training time, and the test metric over GPU memory; every point of every grid; failures and warnings; and how to run it
+again. It follows the reader's light or dark theme and fits a phone. All text from files or settings is escaped.
 """
 
 import statistics
@@ -14,7 +13,7 @@ from typing import Any
 from keyhole.compare.file import ZERO_SHOT, Comparison
 from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import lower_is_better
-from keyhole.compare.table import Cell, average, grid_of, number, point_text, shown, warned_runs
+from keyhole.compare.table import Cell, average, grid_of, number, point_text, shown, troubles
 from keyhole.config.fields import settings
 from keyhole.machine.text import counted, duration
 from keyhole.pages.chart import Series, chart
@@ -32,7 +31,7 @@ from keyhole.pages.frame import (
     tr,
 )
 
-ALONG = ("step", "seconds of training", "forward passes")
+ALONG = ("step", "seconds of training")
 
 
 def make_page(
@@ -128,16 +127,14 @@ def _cell(cell: Cell | None, best: Cell | None, cells: Sequence[Cell]) -> str:
     return f"<td{mark}><b>{escape(number(cell.metric, cell.mean))}</b>{spread}{more}{bar}</td>"
 
 
-def _curve(cell: Cell, colour: int, label: str) -> Series:
-    """The dev metric of the chosen runs: mean, lowest and highest, over the axis of this name."""
+def _curve(cell: Cell, colour: int, along: int) -> Series:
+    """The dev metric of the chosen runs: mean, lowest and highest, over this one of ALONG."""
     runs = [run for run in cell.runs if not run.error and run.curve]
     factor, made = _scale(cell.dev_metric), Series(cell.method, colour, [], [])
     for rows in zip(*(run.curve for run in runs), strict=False):
         values = [factor * row[2] for row in rows if row[2] is not None]
         if values:
-            places = {"step": [row[0] for row in rows], "seconds of training": [row[1] for row in rows]}
-            at = places.get(label) or [run.forwards_at(row[0]) for run, row in zip(runs, rows, strict=True)]
-            made.x.append(statistics.fmean(at))
+            made.x.append(statistics.fmean(row[along] for row in rows))
             made.y.append(statistics.fmean(values))
             made.low.append(min(values))
             made.high.append(max(values))
@@ -150,11 +147,9 @@ def _charts(task: str, cells: Sequence[Cell], colours: Mapping[str, int]) -> str
     dev = next((cell.dev_metric for cell in trained if cell.dev_metric), "metric") or "metric"
     test = next((cell.metric for cell in trained if cell.metric), None) or "metric"
     start = None if before is None or before.dev_mean is None else _scale(dev) * before.dev_mean
-    counting = [cell for cell in trained if all(run.forwards is not None for run in cell.runs if not run.error)]
     figures = []
-    for label in ALONG[: 3 if len(counting) > 1 else 2]:  # forward passes compare methods without gradients
-        drawn = counting if label == "forward passes" else trained
-        lines = [_curve(cell, colours[cell.method], label) for cell in drawn]
+    for along, label in enumerate(ALONG):
+        lines = [_curve(cell, colours[cell.method], along) for cell in trained]
         figures.append(chart(lines, f"{task}: dev {dev} by {label}", label, f"dev {dev}", start))
     points = []
     for cell in (cell for cell in trained if cell.gpu_gib is not None and cell.mean is not None):
@@ -192,16 +187,12 @@ def _place(cell: Cell, cells: Sequence[Cell]) -> str:
 
 def _troubles(cells: Sequence[Cell]) -> list[str]:
     """What failed, and what runs warned of."""
-    failed, warned = "", ""
-    for cell in cells:
-        place = f"<li><b>{escape(cell.method)}</b> on {escape(_place(cell, cells))}"
-        for result in (result for result in cell.grid if result.error):
-            about = f"{escape(point_text(result.grid))}, seed {result.seed}"
-            failed += f"{place}, {about}: {escape((result.error or '')[:1000])}</li>"
-        for text, runs in cell.warnings.items():
-            warned += f"{place}, {escape(warned_runs(runs))}: {escape(text[:1000])}</li>"
-    titles = {"What failed": failed, "What runs warned of": warned}
-    return [section(title, f"<ul>{items}</ul>" if items else "", level=3) for title, items in titles.items()]
+    items = {True: "", False: ""}
+    for cell, failed, about, text in troubles(cells):
+        place = f"<b>{escape(cell.method)}</b> on {escape(_place(cell, cells))}"
+        items[failed] += f"<li>{place}, {escape(about)}: {escape(text[:1000])}</li>"
+    titles = {"What failed": items[True], "What runs warned of": items[False]}
+    return [section(title, f"<ul>{own}</ul>" if own else "", level=3) for title, own in titles.items()]
 
 
 def _again(comparison: Comparison, runs: Mapping[str, Mapping[str, object]], environment: Mapping[str, Any]) -> str:

@@ -19,14 +19,12 @@ that runs of different days train on the same tokens.
 
 import datetime
 import json
-import math
 import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from keyhole.compare.plan import Point, Trial
-from keyhole.config.fields import own_settings
 from keyhole.data.run import Data
 from keyhole.data.settings import today
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
@@ -61,9 +59,6 @@ class Result:
     best_step: int | None = None
     steps: int = 0
     seconds: float = 0.0
-    forwards: float | None = None
-    period_forwards: float = 0.0
-    period_steps: int = 1
     tokens: int = 0
     gpu_gib: float | None = None
     curve: list[tuple[int, float, float | None, float | None]] = field(default_factory=list)
@@ -71,12 +66,6 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     error: str | None = None
     kind: str | None = None
-
-    def forwards_at(self, step: float) -> float:
-        """Forward passes up to the end of a step, for a method that counts them, in units of a step's rows. What
-        comes before each period is added when it begins."""
-        periods = math.ceil(step / max(1, self.period_steps))
-        return (self.forwards or 0.0) * step + self.period_forwards * periods
 
     @property
     def grid(self) -> Point:
@@ -108,11 +97,6 @@ def summarise(trial: Trial, data: Data) -> Result:
     made.dev_metric, made.test_metric = metric.removeprefix("eval_"), common_metric(data.test)
     made.steps, made.tokens = len(steps), sum(entry["tokens"] for entry in steps)
     made.gpu_gib = max((entry["gpu_gib"] for entry in steps if "gpu_gib" in entry), default=None)
-    own = own_settings(config)
-    if own.forwards is not None:
-        rows = config.batch_size * config.gradient_accumulation_steps
-        made.forwards = float(own.forwards)
-        made.period_forwards, made.period_steps = own.forwards_ahead(rows, len(data.train.dataset))
     with suppress(OSError):
         lines = map(str.strip, read_small(run / "log.txt", MOST_LOG_BYTES).decode(errors="replace").splitlines())
         made.warnings = list(dict.fromkeys(line for line in lines if line.startswith(WARNINGS)))
@@ -120,8 +104,7 @@ def summarise(trial: Trial, data: Data) -> Result:
         (e["step"], seconds.get(e["step"], 0.0), finite(value_of(e, metric)), e["eval_loss"]) for e in evaluations
     ]
     made.best_step = _chosen_step(trial, evaluations, metric, steps[-1]["step"] if steps else None)
-    at = [entry for entry in evaluations if entry["step"] == made.best_step]
-    made.dev = finite(value_of(at[0], metric)) if at else None
+    made.dev = next((dev for step, _, dev, _ in made.curve if step == made.best_step), None)
     for entry in (entry for entry in entries if is_test(entry) and entry["step"] == made.best_step):
         made.tests = finite_tests(entry)
         made.test = made.tests.get(f"test_{made.test_metric}")
@@ -136,10 +119,8 @@ def finite_tests(found: Entry) -> dict[str, float]:
 
 
 def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str, last: int | None) -> int | None:
-    if not evaluations:
-        return last
-    if not trial.config.load_best_model_at_end:
-        return int(evaluations[-1]["step"])
+    if not evaluations or not trial.config.load_best_model_at_end:
+        return int(evaluations[-1]["step"]) if evaluations else last
     selection = Selection(trial.config, metric)
     for entry in evaluations:
         if value_of(entry, metric) is not None:

@@ -184,21 +184,26 @@ def to_json(comparison: Comparison, cells: Sequence[Cell], environment: Mapping[
     return json_text(about | told, indent=1) + "\n"
 
 
+def troubles(cells: Sequence[Cell]) -> list[tuple[Cell, bool, str, str]]:
+    """What failed, and what runs warned of: the cell, whether it failed, which runs, and the message."""
+    found = []
+    for cell in cells:
+        failed = [result for result in cell.grid if result.error]
+        found += [(cell, True, run_text([result]), result.error or "") for result in failed]
+        found += [(cell, False, run_text(runs), text) for text, runs in cell.warnings.items()]
+    return found
+
+
 def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
     """table.md: a table per model, then the chosen settings, and the failures."""
-    parts = [f"# {_plain(comparison.title)}", ""]
+    parts, chosen = [f"# {_plain(comparison.title)}"], []
     for model in comparison.models:
-        grid = grid_of([cell for cell in cells if cell.model == model])
+        grid, rows = grid_of([cell for cell in cells if cell.model == model]), []
         columns = [f"{task} ({metric})" if metric else task for task, metric in grid.metrics.items()]
-        columns += [grid.mean] if grid.mean else []
-        parts += [f"## {_plain(model)}", "", _line(["method", *columns]), _line(["---", *["---:"] * len(columns)])]
         for method, row in grid.rows.items():
             numbers = ["-" if cell is None else shown(cell) for cell in row]
-            parts.append(_line([method, *numbers, *([average(row)] if grid.mean else [])]))
-        parts.append("")
-    parts += [_line(["model", "task", "method", "chosen", "dev", "test", "seconds", "GPU GiB", "runs"])]
-    parts.append(_line(["---"] * 4 + ["---:"] * 5))
-    ends = []
+            rows.append([method, *numbers, *([average(row)] if grid.mean else [])])
+        parts += [f"## {_plain(model)}", _table(["method", *columns, *([grid.mean] if grid.mean else [])], rows, 1)]
     for cell in cells:
         place = [cell.model, cell.task, cell.method]
         dev = "" if cell.dev_mean is None or cell.dev_metric == cell.metric else f" {cell.dev_metric}"
@@ -207,26 +212,29 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
         seconds = "-" if cell.seconds is None else f"{cell.seconds:.1f}"
         numbers = [number(cell.dev_metric, cell.dev_mean) + dev, shown(cell) + test, seconds, size]
         count = len({result.id for result in [*cell.grid, *cell.runs]})
-        parts.append(_line([*place, point_text(cell.chosen), *numbers, f"{count}"]))
-        for result in (result for result in cell.grid if result.error):
-            about = ", ".join([*place, point_text(result.grid), f"seed {result.seed}"])
-            ends.append(f"- failed: {_plain(about)}: {_plain(result.error or '')}")
-        for text, runs in cell.warnings.items():
-            ends.append(f"- {_plain(', '.join([*place, warned_runs(runs)]))}: {_plain(text)}")
+        chosen.append([*place, point_text(cell.chosen), *numbers, f"{count}"])
+    head = ["model", "task", "method", "chosen", "dev", "test", "seconds", "GPU GiB", "runs"]
+    ends = [
+        f"- {'failed: ' * failed}{_plain(', '.join([cell.model, cell.task, cell.method, about]))}: {_plain(text)}"
+        for cell, failed, about, text in troubles(cells)
+    ]
     about = (
         f"Chosen by dev ({comparison.choose_by}); test: mean ± standard deviation over the seeds of the chosen point; "
         "seconds: of one run's steps; runs: of all points and seeds"
     )
-    return "\n".join([*parts, "", about, "", *ends]).rstrip() + "\n"
+    return "\n\n".join([*parts, _table(head, chosen, 4), about, "\n".join(ends)]).rstrip() + "\n"
 
 
-def warned_runs(runs: Sequence[Result]) -> str:
+def run_text(runs: Sequence[Result]) -> str:
     """`learning_rate=0.01, seed 0` of a single run; `3 runs` of several."""
     return f"{len(runs)} runs" if len(runs) > 1 else f"{point_text(runs[0].grid)}, seed {runs[0].seed}"
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(_plain(cell) for cell in cells)} |"
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> str:
+    """names: the columns of text; the others are flush right."""
+    lines = [[_plain(cell) for cell in row] for row in (head, *rows)]
+    lines.insert(1, ["---" if i < names else "---:" for i in range(len(head))])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _plain(text: str) -> str:

@@ -82,17 +82,6 @@ class MethodSettings:
         return 1
 
     @property
-    def forwards(self) -> float | None:
-        """The cost of a step in forward passes over its rows; None for methods with gradients, whose cost is no number
-        of forward passes."""
-        return None
-
-    def forwards_ahead(self, rows: int, all_rows: int) -> tuple[float, int]:
-        """(passes, steps): the forward passes, counted as in `forwards`, before each period of so many steps. rows: of
-        a step; all_rows: of the data."""
-        return 0.0, 1
-
-    @property
     def light(self) -> bool:
         """Whether checkpoints hold only the method's tensors, which contain everything that has changed: a run resumes
         from the original model and these tensors."""

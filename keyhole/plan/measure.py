@@ -54,7 +54,7 @@ def measure(device: torch.device) -> Rates:
                 links.append(link_speed())
 
     between()
-    host_rate, adam, products = host_memory_rate(), adam_rate(), _products(device)
+    host_rate, adam, products = host_memory_rate(), adam_rate(), products_of(device)
     between()
     shape = (2048, 4096, 8192) if cuda else (512, 512, 1024)
     ways = ("host_to_device", "device_to_host", "both_ways")
@@ -66,7 +66,7 @@ def measure(device: torch.device) -> Rates:
             gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
             host_bytes=min(memory.cgroup_limit_bytes or memory.total_bytes, memory.total_bytes),
             products=products,
-            products_fp32=_product(device, torch.float32, *shape),
+            products_fp32=product(device, torch.float32, *shape),
             device_memory=_device_memory(device) if cuda else host_rate,
             up=up,
             down=down,
@@ -80,59 +80,59 @@ def measure(device: torch.device) -> Rates:
             torch.cuda.empty_cache()
 
 
-def _best_s(run: Callable[[], object], device: torch.device, rounds: int = 4, repeat: int = 1) -> float:
+def best_s(run: Callable[[], object], device: torch.device, rounds: int = 4, repeat: int = 1) -> float:
     """Seconds of one run, the best of a few rounds."""
     best = float("inf")
     for _ in range(rounds + 1):  # the first round is a warm-up
-        _wait(device)
+        wait(device)
         begin_s = time.perf_counter()
         for _ in range(repeat):
             run()
-        _wait(device)
+        wait(device)
         best = min(best, (time.perf_counter() - begin_s) / repeat)
     return max(best, 1e-9)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _products(device: torch.device) -> dict[int, float]:
+def products_of(device: torch.device) -> dict[int, float]:
     if device.type == "cuda":
-        return {rows: _product(device, torch.bfloat16, rows, 4096, 8192) for rows in ROWS_GPU}
-    return {rows: _product(device, torch.float32, rows, 512, 1024) for rows in ROWS_CPU}
+        return {rows: product(device, torch.bfloat16, rows, 4096, 8192) for rows in ROWS_GPU}
+    return {rows: product(device, torch.float32, rows, 512, 1024) for rows in ROWS_CPU}
 
 
-def _product(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
+def product(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
     """FLOP/s of a product. Values are random, because a GPU multiplies zeros faster."""
     a = torch.randn(rows, inner, device=device, dtype=dtype)
     b = torch.randn(inner, columns, device=device, dtype=dtype)
     out = torch.empty(rows, columns, device=device, dtype=dtype)
     run, repeat = partial(torch.mm, a, b, out=out), 1
     if device.type == "cuda":
-        repeat = max(8, int(ROUND_S / _best_s(run, device, rounds=2, repeat=8)))
-    return 2.0 * rows * inner * columns / _best_s(run, device, repeat=repeat)
+        repeat = max(8, int(ROUND_S / best_s(run, device, rounds=2, repeat=8)))
+    return 2.0 * rows * inner * columns / best_s(run, device, repeat=repeat)
 
 
 def _device_memory(device: torch.device) -> float:
     a, b = (torch.zeros(64 * MIB, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    return 6.0 * a.numel() / _best_s(lambda: torch.add(a, b, out=out), device)
+    return 6.0 * a.numel() / best_s(lambda: torch.add(a, b, out=out), device)
 
 
 def host_memory_rate() -> float:
     """Bytes/s of a copy by all threads."""
     a = torch.zeros(256 * MIB, dtype=torch.uint8)
     b = torch.zeros_like(a)
-    return 2.0 * a.numel() / _best_s(lambda: b.copy_(a), torch.device("cpu"), rounds=3)
+    return 2.0 * a.numel() / best_s(lambda: b.copy_(a), torch.device("cpu"), rounds=3)
 
 
 def adam_rate() -> float:
     """Parameters/s of the CPU's AdamW."""
     w, m, v = (torch.zeros(32 * MIB) for _ in range(3))
     grad = torch.zeros(32 * MIB, dtype=torch.bfloat16)
-    seconds = _best_s(lambda: host_adamw_(w, m, v, grad, grad, step=1, lr=1e-5), torch.device("cpu"), rounds=3)
+    seconds = best_s(lambda: host_adamw_(w, m, v, grad, grad, step=1, lr=1e-5), torch.device("cpu"), rounds=3)
     return w.numel() / seconds
 
 

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from keyhole.bench.cases import TABLES, Case
-from keyhole.bench.floors import own_products_s
 from keyhole.bench.shapes import LLAMA, llama_config
 from keyhole.bench.step_tables import Line
+from keyhole.bench.steps import own_products_s
 from keyhole.cli import main
 from tests.traced import IN_PLACE
 

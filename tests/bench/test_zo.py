@@ -13,7 +13,6 @@ import torch
 import keyhole
 from keyhole.bench.baselines import take_weights
 from keyhole.bench.cases import TABLES, Case, read_tables
-from keyhole.bench.floors import link_seconds
 from keyhole.bench.process import Job, run_here
 from keyhole.bench.step_tables import Line
 from keyhole.bench.steps import load, measure_steps
@@ -140,6 +139,7 @@ def test_the_floor_is_the_larger_of_compute_and_link() -> None:
 
 def test_the_link_is_shared_only_by_what_goes_both_ways() -> None:
     """Many more bytes up than down take what up takes alone; as many, what they take at the duplex rate."""
-    link = {"up": 60.0, "down": 50.0, "duplex": 40.0}
+    case, link = Case("13B", "streamed"), {"up": 60.0, "down": 50.0, "duplex": 40.0}
     for up_bytes, down_bytes, expected_s in ((9e9, 2e9, 0.15), (2e9, 7.5e9, 0.15), (4e9, 4e9, 0.1)):
-        assert abs(link_seconds(up_bytes, down_bytes, link) - expected_s) < 1e-9
+        found = record(case, bytes_up=up_bytes, bytes_down=down_bytes, link=link)
+        assert abs(Line(case, found, {}).link_s - expected_s) < 1e-9

@@ -110,7 +110,7 @@ def test_the_hash_knows_what_changes_numbers(tmp_path: Path) -> None:
         (("models: [demo]", "models: {a: }"), "line 2: models: null under `a`, expected a directory"),
         (("models: [demo]", "models: {[a]: demo}"), "line 2: models: a name must be a word, found a list"),
         (("  adamw:", "  [adamw]:"), "line 5: methods: a name must be a word, found a list"),
-        (("models: [demo]", "models: [a/m, ./a/m]"), "line 2: models: `a/m` and `./a/m` are one model"),
+        (("models: [demo]", "models: [a/m, ./a/m]"), "line 2: models: `a/m` is named twice"),
         (("tasks: [demo]", "tasks: [demo, demo]"), "line 3: tasks: `demo` is named twice"),
         (
             ("tasks: [demo]", "tasks: [demo, {sst2: {num_train: 3}}]"),

@@ -149,24 +149,3 @@ def test_the_page_names_the_model_where_there_are_several() -> None:
         assert html.count(f"<td class='left'>t, {model}</td>") == 2
     assert "<th class='left'>task</th>" in html, "above its column"
     assert "t, m" not in make_page(comparison, made[:1], {}, ENVIRONMENT)
-
-
-def test_methods_without_gradients_are_drawn_over_forward_passes() -> None:
-    """Where there are two of them; what comes before each period counts."""
-
-    def cell(name: str, **values: Any) -> Cell:
-        return Cell("m", "t", name, (), "accuracy", 0.7, 0.01, "accuracy", 0.8, 2.0, 1.5, [result(name, **values)], [])
-
-    one, other = cell("one", forwards=2.0), cell("other", forwards=8.0)
-    gradient = cell("adamw")
-    (guided,) = cell("guided", forwards=2.0, period_forwards=64.0, period_steps=150).runs
-    assert [guided.forwards_at(step) for step in (0, 1, 150, 151)] == [0, 66, 364, 430]
-    assert [run.forwards_at(4) for made in (one, other) for run in made.runs] == [8.0, 32.0]
-    comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
-
-    def figures(made: list[Cell]) -> list[str]:
-        return re.findall(r"<figure>.*?</figure>", make_page(comparison, made, {}, ENVIRONMENT))
-
-    (drawn,) = [figure for figure in figures([one, other, gradient]) if "by forward passes" in figure]
-    assert "other" in drawn and "adamw" not in drawn
-    assert not any("by forward passes" in figure for figure in figures([one, gradient]))

@@ -21,14 +21,14 @@ from keyhole.training.rundir import locked
 from tests.compare.comparisons import TASK, TEXT, cell, run, write
 
 
-def summary(root: Path, lines: list[dict[str, Any]], log: str = "", text: str = TEXT, rows: int = 1) -> Result:
+def summary(root: Path, lines: list[dict[str, Any]], log: str = "") -> Result:
     """The result of the first run of a comparison, whose files hold this."""
-    comparison = read_comparison(write(root / "a.yaml", text), [f"output_dir={root}"])
+    comparison = read_comparison(write(root / "a.yaml"), [f"output_dir={root}"])
     trial = next(iter(plan(comparison, lambda model: "content")[0][0].trials.values()))
     (trial.directory / "run").mkdir(parents=True)
     (trial.directory / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (trial.directory / "run" / "log.txt").write_text(log)
-    return summarise(trial, SimpleNamespace(dev=(), test=(), train=SimpleNamespace(dataset=range(rows))))
+    return summarise(trial, SimpleNamespace(dev=(), test=()))
 
 
 def test_a_test_that_is_not_finite_is_no_damaged_result(tmp_path: Path) -> None:
@@ -48,14 +48,6 @@ def test_a_head_that_stays_as_it_was_drawn_is_noted(tmp_path: Path) -> None:
     log = f"lora, m\n  {head}\n  {head}\n{risen}\nwarning: page failed\nstep 1/1\n"
     line = {"step": 1, "loss": 1.0, "tokens": 8, "seconds": 0.5}
     assert summary(tmp_path, [line], log).warnings == [head, risen]
-
-
-def test_passes_over_more_rows_than_there_are_do_not_count(tmp_path: Path) -> None:
-    """zo.guide takes the rows of the data, once each, before the first step of each period."""
-    text = "models: {m: demo}\ntasks: [sst2]\nmethods: {zo: {zo: {rank: 1, refresh: 5, guide: 100000}}}\n"
-    text += f"common: {{batch_size: 4, max_steps: 6}}\noutput_dir: {tmp_path}\n"
-    passes, found = 60 / 4, summary(tmp_path, [], text=text, rows=60)
-    assert [found.forwards_at(step) for step in (0, 1, 5, 6)] == [0, passes + 2, passes + 10, 2 * passes + 12]
 
 
 def test_another_model_is_run_again(tmp_path: Path) -> None:

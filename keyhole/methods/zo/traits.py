@@ -108,14 +108,6 @@ class ZOConfig(MethodSettings):
         return self.usual.passes(self.count)
 
     @property
-    def forwards(self) -> float | None:
-        return self.passes
-
-    def forwards_ahead(self, rows: int, all_rows: int) -> tuple[float, int]:
-        """Passes over the rows that V of a period is found from."""
-        return (0.0, 1) if self.guide is None else (min(self.guide, all_rows) / rows, self.refresh)
-
-    @property
     def light(self) -> bool:
         return self.rank is not None and not self.fold
 

@@ -354,15 +354,6 @@ def test_the_plan_counts_rows_and_positions_that_there_are() -> None:
     assert planned_bytes(64, chooses=True, trained=300.0) > tokens  # a choice needs all tokens of its candidates
 
 
-def test_comparisons_count_passes_over_rows_ahead() -> None:
-    """In units of a step's rows, once per period, and of no more rows than the data have."""
-    assert ZOConfig().forwards == 2 and ZOConfig(estimator="fzoo", directions=7).forwards == 8
-    own = ZOConfig(rank=1, refresh=128, guide=512)
-    assert own.forwards == 2
-    assert own.forwards_ahead(16, 1000) == (32, 128) and own.forwards_ahead(16, 60) == (3.75, 128)
-    assert ZOConfig(rank=1).forwards_ahead(16, 1000)[0] == 0
-
-
 @pytest.mark.parametrize(
     "wrong, said",
     [({"rank": None}, "set zo.rank"), ({"guide": 0}, "guide")],
