@@ -1,48 +1,36 @@
 """The positions of the answers in the text of a chat.
 
 An answer is *the text that the template writes for an assistant turn, after the text that the model is given*: words,
-reasoning, tool calls, end of the turn. If a template marks its answers with `{% generation %}`, exactly the marked text
-is trained on: nothing of a chat in which it marks nothing. Otherwise
+reasoning, tool calls, end of the turn. There are two ways to find it:
 
-    turn i    what is written while the template's loop is at message i (chat_template.py); for the last turn also the
-              text after the loop. A template may rewrite earlier turns (drop reasoning, or close a turn differently if
-              it is the last): only the final text counts.
-    given     before = render(turns[:i], generation prompt on). If `before` is a prefix of the text, the answer begins
-              after it; if the template writes earlier turns otherwise when they come last, what the turn has in common
-              with the generation prompt is given. The first turn has nothing before it but that prompt.
+    marks     if a template marks its answers with `{% generation %}`, exactly the marked text is trained on: nothing of
+              a turn in which it marks nothing
+    turns     otherwise an answer is what is written while the template's loop is at message i (chat_template.py), for
+              the last turn also the text after the loop, without the generation prompt that it begins with: the part of
+              it that a finished answer has. A template may rewrite earlier turns (drop reasoning, or close a turn
+              differently if it is the last): only the final text counts
 
-If a template has no loop over the messages, a turn is the difference of two prefixes of the chat; if these are not
-prefixes, the row is refused, and the message says what to do. keyhole never trains on a guess.
+Where neither finds the answer (the template does not loop over the messages), or where what it finds holds the text of
+another turn (a question, or the result of a tool), the row is refused, and the message says what to do. keyhole never
+trains on a guess.
 
-Text that the template does not write cannot be trained on, and is counted (`Lost`). A turn whose calls are missing is
+Text that the template does not write cannot be trained on, and is counted (`lost`). A turn whose calls are missing is
 not trained on at all: it would teach the model to stop where the assistant went on. The same holds for an empty turn
-with its text under another key. A tool's result that the template writes inside the assistant's turn (Gemma 4) is cut
-out of the answer.
+with its text under another key.
 """
 
-import os
+import json
 import re
 from collections import Counter
+from itertools import takewhile
 from typing import NamedTuple
 
 from keyhole.data.chat_template import ChatTemplate, Given, Rendering, Span, Turns
-from keyhole.data.turns import (
-    TRAIN,
-    Turn,
-    called_names,
-    described_names,
-    further_texts,
-    is_trained,
-    is_written,
-    reasoning,
-    texts_in,
-    words,
-)
+from keyhole.data.turns import READ, REASONING, Turn, is_trained, reasoning, words
 from keyhole.data.worker import why
 from keyhole.errors import UserError, printable
 
-SPACE = re.compile(r"\s*")
-ABOUT_TURNS = ("name", "tool_call_id")  # keys of turns that are no answers, which few templates write
+NO_WORDS = (*READ, *REASONING, "id", "name", "tool_call_id")  # keys of turns whose texts nobody says
 
 
 class Chat(NamedTuple):
@@ -53,24 +41,13 @@ class Chat(NamedTuple):
     where: str
 
 
-class Lost(NamedTuple):
-    """What the template leaves out of a chat.
-
-    counts: turns by what is missing of them (calls, reasoning, text), or odd about them (empty, unheard: no answer and
-    marked for training), turns of other roles with text that is not written (context), and 1 if tools or documents are
-    not. keys: of turns, with texts that are not written. variables: set by the user and never read."""
-
-    counts: Counter[str] = Counter()
-    keys: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-
-
 class Rendered(NamedTuple):
-    """A text and the half-open character spans of its answers, end of turn included."""
+    """A text and the half-open character spans of its answers, end of turn included. lost: what the template leaves out
+    of the chat, by its kind (report.py)."""
 
     text: str
     spans: list[Span]
-    lost: Lost = Lost()
+    lost: Counter[str] = Counter()
     marked: bool = False  # the template marks its answers
 
 
@@ -86,155 +63,106 @@ def find(template: ChatTemplate, chat: Chat) -> Rendered:
         raise UserError(
             f"{chat.where}: the chat template cannot write this chat (roles: {roles}): {printable(why(error), 400)}"
         ) from None
+    prompt = template.generation_prompt(chat.given) if done.marked is None else ""
     spans: list[Span] = []
-    counts, keys = Counter[str](), list[str]()
+    lost = _lost_around(template, chat, done.text)
     for i, (turn, given) in enumerate(zip(chat.turns, turns, strict=True)):
-        unsaid: list[str] = []
+        further = [text for key, text in given.items() if isinstance(text, str) and key not in NO_WORDS]
         if is_trained(turn):
-            found = _Answer(template, chat, turns, i, done).spans()
-            missing, unsaid = _missing(given, "".join(done.text[a:b] for a, b in found))
-            counts.update(missing)
-            spans += [] if missing["calls"] or (missing["empty"] and unsaid) else found
+            found = _marked(done, i) if done.marked is not None else _written(template, turns, i, done, prompt)
+            said = "".join(done.text[a:b] for a, b in found)
+            told = f"{reasoning(given)} {words(given)}".split()
+            hidden = bool(told) and not any(word in said for word in told)
+            if done.marked is None and (hidden or _holds_another(turns, i, found, done)):
+                raise UserError(
+                    f"{chat.where}: cannot find turn {i + 1} (assistant) in what the chat template writes; give the "
+                    "turn weight 0, mark the answers in the template with {% generation %}, or write the chat out as "
+                    "prompt and completion"
+                )
+            missing = _missing(given, further, said)
+            lost.update(missing)
+            spans += [] if missing["calls"] or (missing["empty"] and missing["text"]) else found
         elif turn["role"] != "assistant":
-            texts = {key: texts for key, texts in further_texts(given).items() if key not in ABOUT_TURNS}
-            unsaid = [key for key, said in texts.items() if not all(is_written(each, done.text) for each in said)]
-            counts["context"] += not is_written(given["content"].strip(), done.text)
-            counts["unheard"] += any(turn.get(key) == 1 for key in TRAIN)  # only answers are trained on
-        keys += unsaid
-    counts["tools"] = any(name not in done.text for name in described_names(chat.given.get("tools")))
-    documents = filter(None, map(texts_in, chat.given.get("documents") or ()))  # the longest text is its content
-    counts["documents"] = any(not is_written(max(texts, key=len), done.text) for texts in documents)
-    lost = Lost(+counts, tuple(keys), tuple(template.unread(chat.given)))
-    return Rendered(done.text, spans, lost, done.marked is not None)
+            lost["context"] += not all(_is_written(text, done.text) for text in (given["content"], *further))
+    return Rendered(done.text, spans, +lost, done.marked is not None)
 
 
-class _Answer(NamedTuple):
-    """Answer i of a chat, and the text of the whole chat."""
-
-    template: ChatTemplate
-    chat: Chat
-    turns: Turns
-    i: int
-    done: Rendering
-
-    def spans(self) -> list[Span]:
-        text, turn = self.done.text, self.turns[self.i]
-        if self.done.marked is not None:
-            return self._marked(self.done.marked)
-        found, said = self._written(), words(turn)
-        if not found or (said and not any(said in text[a:b] for a, b in found)):
-            found = self._by_prefix() or found
-        question = next((t["content"].strip() for t in reversed(self.turns[: self.i]) if t["role"] == "user"), "")
-        both = question and any(question in text[a:b] for a, b in found) and question not in text[: found[0][0]]
-        if (not found and (said or reasoning(turn))) or self.template.drops_content or both:
-            raise UserError(
-                f"{self.chat.where}: cannot find turn {self.i + 1} (assistant) in what the chat template writes; give "
-                "the turn weight 0, mark the answers in the template with {% generation %}, or write the chat out as "
-                "prompt and completion"
-            )
-        return found
-
-    def _marked(self, marked: list[Span]) -> list[Span]:
-        """The marked spans inside the turn; if turns are unknown, the marked spans of all answers in order."""
-        own = [(a, b) for a, b, owner in self.done.segments if owner == self.i]
-        if own:
-            return [mark for mark in marked if any(a <= mark[0] < b for a, b in own)]
-        assistants = [k for k, turn in enumerate(self.turns) if turn["role"] == "assistant"]
-        in_order = len(assistants) == len(marked) and not self.done.segments
-        return [marked[assistants.index(self.i)]] if in_order else []
-
-    def _written(self) -> list[Span]:
-        """The spans that the template wrote for the turn, after the given text. Of a template that loops over the
-        messages several times (first for a list of the roles, say), those behind all segments of earlier turns."""
-        behind = max((b for _, b, owner in self.done.segments if owner < self.i), default=0)
-        parts = [(a, b) for a, b, owner in self.done.segments if owner == self.i and a >= behind]
-        if not parts:
-            return []
-        parts[-1] = (parts[-1][0], self._end(parts[-1][1]))
-        start = self._start(parts[0][0])
-        parts = [(max(a, start), b) for a, b in parts if b > start]
-        for k in range(self.i + 1, len(self.turns)):
-            if self.turns[k]["role"] != "tool":
-                break
-            parts = self._without_result(k, parts)
-        return parts
-
-    def _end(self, end: int) -> int:
-        """The last answer ends with the text: the template closes it after its loop. If it is closed already, further
-        stop tokens belong to it, and a remark of the template does not. Another answer without an end token of its own
-        ends with the stop token that follows (GLM: <|user|>)."""
-        text, last = self.done.text, self.i + 1 == len(self.turns)
-        closed = text[:end].rstrip().endswith(self.template.special_words)
-        if last and not closed:
-            return len(text)
-        while last or not closed:
-            following = self.template.special.match(text, _behind_space(text, end))
-            if following is None or following[0] not in self.template.stops:
-                break
-            end, closed = following.end(), True
-        return len(text) if last and not text[end:].strip() else end
-
-    def _start(self, begin: int) -> int:
-        """Where the answer begins: after the given text. begin: where the turn begins."""
-        text, before = self.done.text, None
-        prompt = self.template.generation_prompt
-        if self.i and (before := self.template.attempt(self.turns[: self.i], self.chat.given, prompt=True)):
-            if text.startswith(before.text):
-                return len(before.text)
-            prompt = self.template.prompt_after(self.turns[: self.i], self.chat.given, before)
-        if self.i == 0 and prompt.strip() and (at := text.find(prompt, begin)) >= 0:
-            return at + len(prompt)  # behind a system prompt of the template's own
-        return begin + self._shared(text[begin:], prompt)
-
-    def _shared(self, text: str, prompt: str) -> int:
-        """The length of the common prefix of a turn and the generation prompt; white space before both may differ. A
-        partial match counts up to its last whole token (or line, without tokens), or to where the prompt goes on with a
-        tag: of `<|im_start|>assistant\\n<think>` the header is given, though the answer has no <think>."""
-        space = _behind_space(text, 0)
-        if prompt.strip() and text.startswith(prompt.lstrip(), space):
-            return len(prompt) if text.startswith(prompt) else space + len(prompt.lstrip())
-        shared = os.path.commonprefix([text, prompt])
-        tokens = [match.end() for match in self.template.special.finditer(shared)]
-        tags = [p for p in range(len(shared) + 1) if prompt.startswith("<", p)]
-        lines = [] if tokens else [match.end() for match in re.finditer("\n", shared)]
-        return _behind_space(shared, max(tokens + tags + lines, default=0))
-
-    def _without_result(self, k: int, parts: list[Span]) -> list[Span]:
-        """The parts without the tool result of turn k, if it is written here and not at turn k."""
-        text, special, result = self.done.text, self.template.special, self.turns[k]["content"].strip()
-        at_home = any(result in text[a:b] for a, b, owner in self.done.segments if owner == k)
-        here = next(((a, b) for a, b in parts if text.find(result, a, b) >= 0), None)
-        if not result or at_home or here is None:
-            return parts
-        at = text.find(result, *here)
-        opening = list(special.finditer(text, here[0], at))
-        closing = special.search(text, at + len(result), here[1])
-        left = (
-            at if not opening else opening[-1].end() if opening[-1][0] in self.template.stops else opening[-1].start()
-        )
-        kept = [(here[0], left), (closing.end() if closing else at + len(result), here[1])]
-        return [p for part in parts for p in (kept if part == here else [part]) if p[1] > p[0]]
-
-    def _by_prefix(self) -> list[Span]:
-        """The difference of two prefixes of the chat."""
-        text, given, last = self.done.text, self.chat.given, self.i + 1 == len(self.turns)
-        before = self.template.attempt(self.turns[: self.i], given, prompt=True)
-        upto = self.done if last else self.template.attempt(self.turns[: self.i + 1], given)
-        if before is None or upto is None or not text.startswith(before.text) or not text.startswith(upto.text):
-            return []
-        return [(len(before.text), len(upto.text))] if len(before.text) < len(upto.text) else []
+def _marked(done: Rendering, i: int) -> list[Span]:
+    """The marked spans inside of turn i."""
+    own = [(a, b) for a, b, owner in done.segments if owner == i]
+    return [mark for mark in done.marked or () if any(a <= mark[0] < b for a, b in own)]
 
 
-def _missing(turn: Turn, said: str) -> tuple[Counter[str], list[str]]:
-    """The parts of a turn that are missing in its rendered text, and its keys with texts that are."""
-    called = Counter(called_names(turn)).items()  # two calls of one function write its name twice
-    calls = any(len(re.findall(rf"(?<!\w){re.escape(name)}(?!\w)", said)) < count for name, count in called)
+def _written(template: ChatTemplate, turns: Turns, i: int, done: Rendering, prompt: str) -> list[Span]:
+    """The spans that the template wrote for turn i, after the given text. Of a template that loops over the messages
+    several times (first for a list of the roles, say), those behind all segments of earlier turns."""
+    text, last = done.text, i + 1 == len(turns)
+    behind = max((b for _, b, owner in done.segments if owner < i), default=0)
+    parts = [(a, b) for a, b, owner in done.segments if owner == i and a >= behind]
+    if not parts:
+        return []
+    start, end = parts[0][0], parts[-1][1]
+    if i == 0 and prompt.strip() and (at := text.find(prompt, start)) >= 0:
+        start = at + len(prompt)  # behind a system prompt of the template's own
+    else:
+        start += _shared(template, text[start:end], prompt)
+    closed = text[:end].rstrip().endswith(template.special_words)
+    following = template.stops.match(text, end)
+    if following and (last or not closed):  # without an end of its own it ends with the stop token that follows (GLM)
+        end = following.end()
+    if last and (not closed or not text[end:].strip()):
+        end = len(text)  # the template closes it after its loop; what it says behind a closed answer is a remark
+    parts[-1] = (parts[-1][0], end)
+    return [(max(a, start), b) for a, b in parts if b > start]
+
+
+def _shared(template: ChatTemplate, turn: str, prompt: str) -> int:
+    """How much of a turn is the generation prompt, or the part of it before a tag, or up to a whole token or line: of
+    `<|im_start|>assistant\\n<think>` the header is given, though the answer has no <think>."""
+    space, prompt = len(turn) - len(turn.lstrip()), prompt.lstrip()
+    ends = [match.end() for match in (*template.special.finditer(prompt), *re.finditer("\n", prompt))]
+    ends += [match.start() for match in re.finditer("<", prompt)] + [len(prompt)]
+    shared = max(end for end in (0, *ends) if turn.startswith(prompt[:end], space))
+    return space + shared if shared else 0
+
+
+def _holds_another(turns: Turns, i: int, found: list[Span], done: Rendering) -> bool:
+    """Whether the question before an answer, or the result of a tool after it, stands inside of the answer, and not
+    where its own turn is written."""
+    question = next((k for k in reversed(range(i)) if turns[k]["role"] == "user"), None)
+    results = takewhile(lambda k: turns[k]["role"] == "tool", range(i + 1, len(turns)))
+    for k in (*results, *([] if question is None else [question])):
+        content = turns[k]["content"].strip()
+        own = [(a, b) for a, b, owner in done.segments if owner == k]
+        inside, at_home = (any(content in done.text[a:b] for a, b in spans) for spans in (found, own))
+        if content and inside and not at_home:
+            return True
+    return False
+
+
+def _missing(turn: Turn, further: list[str], said: str) -> Counter[str]:
+    """The parts of a turn that are missing in its rendered text. further: texts under keys of its own."""
+    names = Counter(call["function"]["name"] for call in turn.get("tool_calls") or ())  # two calls write a name twice
+    calls = any(len(re.findall(rf"(?<!\w){re.escape(name)}(?!\w)", said)) < count for name, count in names.items())
     thought, spoken = reasoning(turn), words(turn)
-    keys = [key for key, texts in further_texts(turn).items() if any(text not in said for text in texts)]
-    empty = not thought and not spoken and not turn.get("tool_calls")
-    return Counter(calls=calls, reasoning=thought not in said, text=spoken not in said, empty=empty), keys
+    text = any(text.strip() not in said for text in (spoken, *further))
+    return Counter(calls=calls, reasoning=thought not in said, text=text, empty=not (thought or spoken or names))
 
 
-def _behind_space(text: str, at: int) -> int:
-    found = SPACE.match(text, at)
-    return at if found is None else found.end()
+def _lost_around(template: ChatTemplate, chat: Chat, text: str) -> Counter[str]:
+    """What is missing of that which a row gives the template besides its turns."""
+    tools = [tool.get("function", tool) for tool in chat.given.get("tools") or () if isinstance(tool, dict)]
+    names = [tool["name"] for tool in tools if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+    documents = [each if isinstance(each, dict) else {"": each} for each in chat.given.get("documents") or ()]
+    texts = [[value for value in each.values() if isinstance(value, str)] for each in documents]
+    return Counter(
+        tools=any(name not in text for name in names),
+        documents=not all(_is_written(max(each, key=len, default=""), text) for each in texts),  # the longest: its text
+        variables=template.ignores(chat.given),
+    )
+
+
+def _is_written(text: str, where: str) -> bool:
+    """Whether a text occurs somewhere as it stands, or as JSON encodes it."""
+    text = text.strip()
+    return any(form in where for form in (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]))

@@ -241,7 +241,8 @@ class ChatTemplate:
         special = special_tokens(tokenizer)
         self.special_words = tuple(sorted(special.values(), key=len, reverse=True))
         self.special = re.compile("|".join(map(re.escape, self.special_words)) or r"(?!)")
-        self.stops = {special[i] for i in (tokenizer.eos_token_id, *stop_token_ids) if i in special}
+        stops = [re.escape(special[i]) for i in (tokenizer.eos_token_id, *stop_token_ids) if i in special]
+        self.stops = re.compile(rf"(\s*({'|'.join(stops)}))*" if stops else "")  # matches everywhere, if nothing
         eos = {} if tokenizer.eos_token else {"eos_token": ""}  # the plain template uses it
         self.set_by_user = tuple(variables or ())
         self.variables: Given = {**tokenizer.special_tokens_map, **eos, "date_string": DATE, **(variables or {})}
@@ -271,10 +272,10 @@ class ChatTemplate:
         except Exception:
             return None
 
-    def unread(self, given: Given) -> list[str]:
-        """Variables that the user set, for all chats or for this one, and that the template never reads."""
-        named = dict.fromkeys([*self.set_by_user, *(name for name in given if name not in OWN_VARIABLES)])
-        return [name for name in named if name not in self._compiled(given).reads]
+    def ignores(self, given: Given) -> bool:
+        """Whether the template never reads a variable that the user set, for all chats or for this one."""
+        named = {*self.set_by_user, *(name for name in given if name not in OWN_VARIABLES)}
+        return not named <= self._compiled(given).reads
 
     def ready(self, turns: Turns) -> Turns:
         """The turns as passed to the template: without keyhole's own keys, and with calls in the form that it
@@ -298,22 +299,11 @@ class ChatTemplate:
         as_text = self.attempt(chat, {})
         return as_text is not None and f'\\"{MARKER}' not in as_text.text
 
-    @cached_property
-    def drops_content(self) -> bool:
-        """Whether the template drops text content (templates of vision models expect a list of parts)."""
-        done = self.attempt([{"role": role, "content": MARKER} for role in ("user", "assistant")], {})
-        return done is not None and done.text.count(MARKER) < 2
-
-    @cached_property
-    def generation_prompt(self) -> str:
-        """The text that the template writes after a question, before the answer."""
+    def generation_prompt(self, given: Given) -> str:
+        """The text that the template writes after a question, before the answer: what is written after its loop, or,
+        where it writes the prompt inside of the loop, what it writes more than without it."""
         asked = [{"role": "user", "content": MARKER}]
-        done = self.attempt(asked, {}, prompt=True)
-        return self.prompt_after(asked, {}, done) if done else ""
-
-    def prompt_after(self, turns: Turns, given: Given, done: Rendering) -> str:
-        """The generation prompt behind these turns, whose rendering with it is `done`: what is written after the loop
-        over them, or, where the template writes it inside of the loop, what it writes more than without it."""
-        if done.after or (plain := self.attempt(turns, given)) is None:
-            return done.after
-        return done.text.removeprefix(plain.text) if done.text.startswith(plain.text) else ""
+        done, plain = self.attempt(asked, given, prompt=True), self.attempt(asked, given)
+        if done is None or done.after:
+            return done.after if done else ""
+        return done.text[len(plain.text) :] if plain and done.text.startswith(plain.text) else ""

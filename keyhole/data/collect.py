@@ -32,9 +32,9 @@ from typing import NamedTuple
 import numpy as np
 
 from keyhole.data.batches import order
-from keyhole.data.dataset import IGNORED, Cut, Dataset, Places, Sample
+from keyhole.data.dataset import IGNORED, Cut, Dataset, Sample
 from keyhole.data.examples import Example
-from keyhole.data.report import Report, count_names
+from keyhole.data.report import Report
 from keyhole.data.settings import DataSettings
 from keyhole.data.tokens import Tokens
 from keyhole.errors import UserError, listed
@@ -62,7 +62,7 @@ class Collector:
         self.report = Report(max_length=how.max_length, train_on=how.train_on)
         self.how, self.bos, self.unknown_id = how, bos, unknown_id
         self.ids, self.trained, self.lengths = array("i"), bytearray(), array("q")
-        self.where, self.source = Places(), array("i")
+        self.where, self.source = list[str](), array("i")
         self.rows: list[list[int]] = []  # of questions, with the right samples
         self.right: list[int] = []
         self.targets: list[int | float] = []
@@ -81,9 +81,7 @@ class Collector:
         r, where, limit, how = self.report, example.record.where, self.how.max_length, self.how.overlong
         self.chats += example.turns is not None
         self.roles |= {turn["role"] for turn in example.turns or ()}
-        r.lost.update(tokens.lost.counts)
-        count_names(r.lost_variables, tokens.lost.variables)
-        count_names(r.lost_keys, tokens.lost.keys)
+        r.lost.update(tokens.lost)
         if limit is None or len(tokens.ids_T) <= limit:
             self._add(example, tokens, None)
         elif how == "error":
@@ -121,14 +119,13 @@ class Collector:
         where = f"{record.file}, sample {self.pieces[record.file]}" if record.is_document else record.where
         self._keep(ids_T, trained_T, where, record.source)
         self.ends.update([] if tokens.end_id is None else [tokens.end_id])
-        r.unpredicted += tokens.unpredicted
 
     def _keep(self, ids_T: np.ndarray, trained_T: np.ndarray, where: str, source: int) -> None:
         r = self.report
         self.ids.frombytes(ids_T.tobytes())
         self.trained += trained_T.tobytes()
         self.lengths.append(len(ids_T))
-        self.where.add(where)
+        self.where.append(where)
         self.source.append(source)
         r.samples += 1
         r.tokens += len(ids_T)
@@ -166,7 +163,6 @@ class Collector:
             part = slice(start, start + n - head)
             own, mask = np.r_[tokens.ids_T[:head], ids_T[part]], np.r_[tokens.trained_T[:head], trained_T[part]]
             mask[0] = False
-            self.report.windows += 1
             self._add(example, tokens._replace(ids_T=own, trained_T=mask), None)
 
     def _truncated(self, tokens: Tokens, n: int) -> tuple[Tokens, Cut]:
@@ -184,7 +180,6 @@ class Collector:
         tail = ids_T[n:]
         cut = Cut(len(tail), int(trained_T[n:].sum()), tail[:CUT_SHOWN].tolist(), before)
         self.report.truncated += 1
-        self.report.cut_prompts += before > 0
         self.report.cut_trained_tokens += cut.trained
         return tokens._replace(ids_T=ids_T[:n], trained_T=trained_T[:n]), cut
 

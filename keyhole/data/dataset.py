@@ -11,8 +11,7 @@ row is its right candidate.
 """
 
 import hashlib
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,31 +40,6 @@ class Cut(NamedTuple):
     trained: int
     first_ids: list[int]  # first tokens that were cut at the end, for the preview
     before: int = 0  # tokens cut from the prompt
-
-
-class Places(Sequence[str]):
-    """Where each sample came from ("train.jsonl, line 17"), in 12 bytes per sample."""
-
-    def __init__(self, texts: Iterable[str] = (), text: Iterable[int] = (), number: Iterable[int] = ()) -> None:
-        self.texts = list(texts)  # without the number at the end
-        self.text, self.number = array("i", text), array("q", number)
-        self._index: dict[str, int] = {}
-
-    def add(self, place: str) -> None:
-        text, _, number = place.rpartition(" ")
-        text, found = (text, int(number)) if number.isdecimal() and len(number) < 18 else (place, -1)
-        if text not in self._index:
-            self._index[text] = len(self.texts)
-            self.texts.append(text)
-        self.text.append(self._index[text])
-        self.number.append(found)
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def __getitem__(self, index: int) -> str:  # type: ignore[override]  # no slices
-        text, number = self.texts[self.text[index]], self.number[index]
-        return text if number < 0 else f"{text} {number}"
 
 
 class Dataset(Sequence[Sample]):

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from keyhole.data.collect import Collector, arrange
-from keyhole.data.dataset import Cut, Dataset, Places
+from keyhole.data.dataset import Cut, Dataset
 from keyhole.data.examples import AUTO, COLUMNS, Example, example_of, layout_of, unread, with_columns
 from keyhole.data.opened import Record
 from keyhole.data.report import Report, count_names
@@ -176,8 +176,7 @@ def _tokenised(
     if collector.chats:
         ends = listed(renderer.special[i] for i, _ in collector.ends.most_common() if i in renderer.special)
         report.template = f"{template.name}; answers end with {ends or 'no special token'}{template.dated}"
-    report.endless = renderer.trains_end and eos is None and not collector.ends
-    report.foreign, report.missing = renderer.foreign, "".join(sorted(renderer.missing))
+    report.foreign = renderer.foreign
     about_chats = {"chat_template": how.chat_template, "chat_template_kwargs": how.chat_template_kwargs}
     report.unused = [key for key, value in about_chats.items() if value is not None and not collector.chats]
     foreign = collector.chats and not template.is_tokenizers
@@ -186,13 +185,10 @@ def _tokenised(
 
 def _packed(data: Dataset) -> tuple[About, Arrays]:
     """The parts of an entry of the cache."""
-    where = data.where
-    assert isinstance(where, Places)
-    about = {"report": vars(data.report), "places": where.texts, "cuts": list(data.cuts.items())}
+    about = {"report": vars(data.report), "where": list(data.where), "cuts": list(data.cuts.items())}
     about["rest"] = {name: vars(data)[name] for name in ("end_token_ids", "pad_token_id", "chat_template")}
-    arrays = {"ids": data.ids, "trained": data.trained, "lengths": np.array(data.lengths)}
-    arrays |= {"sources": np.array(data.sources), "place": np.array(where.text), "row": np.array(where.number)}
-    return about, arrays
+    lengths, sources = np.array(data.lengths), np.array(data.sources)
+    return about, {"ids": data.ids, "trained": data.trained, "lengths": lengths, "sources": sources}
 
 
 def _unpacked(about: About, arrays: Arrays) -> Dataset:
@@ -202,7 +198,7 @@ def _unpacked(about: About, arrays: Arrays) -> Dataset:
         lengths=arrays["lengths"].tolist(),
         sources=arrays["sources"].tolist(),
         report=Report.read_back(about["report"]),
-        where=Places(about["places"], arrays["place"].tolist(), arrays["row"].tolist()),
+        where=about["where"],
         cuts={i: Cut(*cut) for i, cut in about["cuts"]},
         **about["rest"],
     )

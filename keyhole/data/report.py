@@ -23,6 +23,8 @@ LOST = {  # what chats lose (answers.py), by its kind
     "context": f"turns of system, user or tools have text that {WITHOUT} as it stands",
     "tools": f"chats have tools whose descriptions {WITHOUT}",
     "documents": f"chats have documents that {WITHOUT}",
+    "variables": "chats have variables in chat_template_kwargs that the chat template does not read",
+    "empty": "answers are empty: they teach the model to say nothing",
 }
 
 
@@ -37,23 +39,16 @@ class Report:
     trained_tokens: int = 0
     longest: int = 0
     split: int = 0  # texts that became several samples
-    windows: int = 0  # the samples that they became
     truncated: int = 0
     cut_trained_tokens: int = 0
-    cut_prompts: int = 0
     dropped_overlong: int = 0
     dropped_untrained: int = 0
     dropped_no_choice: int = 0
     duplicates: int = 0
-    lost: Counter[str] = field(default_factory=Counter)  # Lost.counts of answers.py
-    lost_variables: Counter[str] = field(default_factory=Counter)  # variable of the chat template -> chats
-    lost_keys: Counter[str] = field(default_factory=Counter)  # key of a turn -> turns
+    lost: Counter[str] = field(default_factory=Counter)  # Rendered.lost of answers.py
     unread: Counter[str] = field(default_factory=Counter)  # column that its layout does not use -> rows
-    endless: bool = False  # no answer has an end token, because the tokenizer has none
-    unpredicted: int = 0
     unknown: int = 0  # tokens that stand for text that the tokenizer does not know
     foreign: Counter[str] = field(default_factory=Counter)  # control token of another tokenizer -> texts
-    missing: str = ""  # characters that the tokenizer leaves out
     rows: int = 0
     max_length: int | None = None
     packed: bool = False
@@ -64,22 +59,20 @@ class Report:
     cached: str = ""  # the file that the tokens were read from
     labels: str = ""  # for a classifier: rows per label
     unused: list[str] = field(default_factory=list)  # settings about chats, where no row is one
-    remarks: list[str] = field(default_factory=list)  # about the files (files.py)
+    remarks: list[str] = field(default_factory=list)  # about the files (sources.py)
 
     @classmethod
     def read_back(cls, told: dict[str, Any]) -> "Report":
         """The report of an entry of the cache."""
-        counters = ("lost", "lost_variables", "lost_keys", "unread", "foreign")
-        return cls(**told | {name: Counter(told[name]) for name in counters})
+        return cls(**told | {name: Counter(told[name]) for name in ("lost", "unread", "foreign")})
 
     def lines(self) -> list[str]:
-        """The counts as lines, losses last; zero counts are left out."""
-        files = list(self.formats.items())
+        """The counts as lines, what is lost last; zero counts are left out."""
+        limit, files = f"max_length={self.max_length}", list(self.formats.items())
         share = _percent(self.trained_tokens, self.tokens)
         trained = f"{self.trained_tokens:,} trained on ({share}, train_on={self.train_on})"
         others = [name for name in self.unread if name not in WITH_A_MEANING]
         fill = _percent(self.tokens, self.rows * (self.max_length or 1))
-        texts, windows = counted(self.split, "text"), counted(self.windows, "sample")
         told = [
             *((True, f"{printable(name, 300)}: {why}") for name, why in files[:MOST_FILES]),
             (len(files) > MOST_FILES, f"... and {len(files) - MOST_FILES} more files"),
@@ -93,7 +86,7 @@ class Report:
             (others, f"columns that are not used: {_named(self.unread, 'row', others)}"),
             (self.mixture, self.mixture),
             (self.cached, f"tokens read from {printable(self.cached, 300)} (data_cache)"),
-            (self.split, f"split: {texts} longer than max_length={self.max_length} into {windows}"),
+            (self.split, f"split into samples: {counted(self.split, 'text')} longer than {limit}"),
             (self.duplicates, f"dedup: {self.duplicates:,} samples are the same as an earlier one and are left out"),
             (self.packed, f"packed into {counted(self.rows, 'row')} of {self.max_length} tokens, {fill} filled"),
         ]
@@ -101,16 +94,12 @@ class Report:
 
     def losses(self) -> list[str]:
         """What is lost between the files and the loss, a line for each kind."""
-        limit, trained = f"max_length={self.max_length}", self.trained_tokens + self.cut_trained_tokens
-        prompts = f", {self.cut_prompts:,} of them at the beginning of the prompt" if self.cut_prompts else ""
-        cut = f"{prompts}, {_percent(self.cut_trained_tokens, trained)} of the trained tokens cut "
-        cut = "" if self.labels else f"{cut}({self.cut_trained_tokens:,})"
-        meant, empty = [name for name in self.unread if name in WITH_A_MEANING], self.lost["empty"]
+        limit = f"max_length={self.max_length}"
+        meant = [name for name in self.unread if name in WITH_A_MEANING]
+        cut = _percent(self.cut_trained_tokens, self.trained_tokens + self.cut_trained_tokens)
+        cut = "" if self.labels else f", {cut} of the trained tokens cut ({self.cut_trained_tokens:,})"
         told = [
-            (
-                self.unused,
-                f"{' and '.join(self.unused)} {'have' if len(self.unused) > 1 else 'has'} no effect: no row is a chat",
-            ),
+            (self.unused, f"{' and '.join(self.unused)}: no effect, because no row is a chat"),
             (self.truncated, f"truncated to {limit}: {counted(self.truncated, 'sample')}{cut}"),
             (self.dropped_overlong, f"dropped: {counted(self.dropped_overlong, 'sample')} longer than {limit}"),
             (
@@ -119,11 +108,6 @@ class Report:
             ),
             (self.dropped_untrained, f"dropped: {counted(self.dropped_untrained, 'sample')} with nothing to train on"),
             (
-                self.unpredicted,
-                f"the first token of {counted(self.unpredicted, 'sample')} belongs to the answer, and is not trained "
-                "on: no token is before it (the prompt is one token with the answer, and the tokenizer adds no bos)",
-            ),
-            (
                 self.unknown,
                 f"{self.unknown:,} tokens ({_percent(self.unknown, self.tokens)}) are the unknown token: text that the "
                 "tokenizer does not know",
@@ -131,37 +115,11 @@ class Report:
             (
                 self.foreign,
                 "what looks like a control token, and is none of this tokenizer, is read as plain text: "
-                f"{_named(self.foreign, 'text')}; are the data, or the chat template, made for another model?",
-            ),
-            (
-                self.missing,
-                f"the tokenizer has no token for these characters, and leaves them out: {listed(self.missing)}",
+                f"{_named(self.foreign, 'text', self.foreign)}; are the data, or the chat template, made for another "
+                "model?",
             ),
             *((self.lost[kind], f"{self.lost[kind]:,} {what}") for kind, what in LOST.items()),
-            (
-                self.lost_variables,
-                "chat_template_kwargs has variables that the chat template does not read: "
-                f"{_named(self.lost_variables, 'chat')}",
-            ),
-            (
-                meant,
-                "columns that have a meaning, but not in this format of data: " + _named(self.unread, "row", meant),
-            ),
-            (self.lost_keys, f"keys of turns, with texts that {WITHOUT}: {_named(self.lost_keys, 'turn')}"),
-            (
-                self.endless,
-                "no end token is trained, so the model does not learn to stop: the tokenizer has no eos (eos_token in "
-                "tokenizer_config.json)",
-            ),
-            (
-                empty,
-                f"{counted(empty, 'answer')} {'is empty: it teaches' if empty == 1 else 'are empty: they teach'} "
-                "the model to say nothing",
-            ),
-            (
-                self.lost["unheard"],
-                f"{self.lost['unheard']:,} turns have train: true, but are no answers; only answers are trained on",
-            ),
+            (meant, f"columns that have a meaning, but not in this format: {_named(self.unread, 'row', meant)}"),
         ]
         return [*self.remarks, *(line for holds, line in told if holds)]
 
@@ -173,8 +131,8 @@ def count_names(counts: Counter[str], names: Iterable[str]) -> None:
             counts[name] += 1
 
 
-def _named(counts: Counter[str], what: str, names: Iterable[str] | None = None) -> str:
-    return listed(f"{name} ({counted(counts[name], what)})" for name in (counts if names is None else names))
+def _named(counts: Counter[str], what: str, names: Iterable[str]) -> str:
+    return listed(f"{name} ({counted(counts[name], what)})" for name in names)
 
 
 def _percent(part: int, whole: int) -> str:

@@ -22,14 +22,13 @@ scored, not generated, the end would be half of the trained tokens.
 
 import os.path
 import re
-import unicodedata
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from keyhole.data.answers import Chat, Lost, Rendered, find
+from keyhole.data.answers import Chat, Rendered, find
 from keyhole.data.chat_template import ChatTemplate
 from keyhole.data.examples import Example
 from keyhole.data.opened import check_text
@@ -51,16 +50,14 @@ class Tokens(NamedTuple):
     ids_T: np.ndarray  # int32
     trained_T: np.ndarray  # bool
     end_id: int | None  # the special token that ends the last answer
-    unpredicted: bool = False  # an answer begins with the first token, which nothing predicts: it is not trained on
-    lost: Lost = Lost()
+    lost: Counter[str] = Counter()  # what the chat template leaves out (answers.py)
 
 
 class Renderer:
     """Turns examples into tokens, many at a time.
 
     foreign: what looks like a control token (<|im_end|>) and is none of this tokenizer, with the number of its texts:
-    of data, or of a chat template, that were made for another model. missing: characters that the tokenizer leaves out:
-    a BPE without bytes and without an unknown token has none for them."""
+    of data, or of a chat template, that were made for another model."""
 
     def __init__(self, tokenizer: Tokenizer, how: DataSettings | None = None) -> None:
         self.tokenizer, self.how = tokenizer, (how := how or DataSettings())
@@ -68,7 +65,6 @@ class Renderer:
             tokenizer, how.template_text, how.chat_template_kwargs, how.day, tuple(how.stop_token_ids)
         )
         self.foreign, self.own = Counter[str](), dict[str, bool]()
-        self.characters, self.missing = set[str](), set[str]()
         self.special = special_tokens(tokenizer)
         self.bos, self.eos = bos_ids(tokenizer), tokenizer.eos_token_id
         self.trains_end = how.train_end_token is not False
@@ -84,7 +80,6 @@ class Renderer:
             check_text(texts[-1].text, example.record.where)
             words = dict.fromkeys(CONTROL.findall(texts[-1].text))
             count_names(self.foreign, (word for word in words if not self._is_own(word)))
-        self._try(set().union(*(rendered.text for rendered in texts)))
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         batch = self.tokenizer([t.text for t in texts], **options)
         encodings = batch.encodings if self.tokenizer.is_fast else [None] * len(texts)
@@ -99,46 +94,31 @@ class Renderer:
             self.own[word] = found is not None and self.tokenizer.convert_ids_to_tokens(found) == word
         return self.own[word]
 
-    def _try(self, characters: set[str]) -> None:
-        """Tries the characters that were not tried before; white space and marks may have no token."""
-        new, self.characters = characters - self.characters, self.characters | characters
-        if alone := sorted(each for each in new if unicodedata.category(each)[0] not in "CMZ"):
-            made = self.tokenizer(alone, add_special_tokens=False, verbose=False)["input_ids"]
-            self.missing |= {each for each, ids in zip(alone, made, strict=True) if not ids}
-
     def _tokens(self, example: Example, rendered: Rendered, ids: list[int], encoding: "Encoding | None") -> Tokens:
         trained_T: np.ndarray = np.zeros(len(ids), dtype=bool)
         end_id = None
         for start, end in rendered.spans:
             a, b = (self._locate(at, rendered.text, ids, encoding) for at in (start, end))
-            b = self._end_of_turn(ids, a, b) if self.trains_end else self._without_end(ids, a, b)
+            b = self._end(ids, a, b)
             trained_T[a:b] = True
             end_id = ids[b - 1] if b > a and ids[b - 1] in self.special else None
-        ids_T = np.array(ids, dtype=np.int32)
+        bos = self.bos if example.turns is None and ids[: len(self.bos)] != self.bos else []
         if trained_T.any() and end_id is None and self._is_open(example, rendered):
-            ids_T, trained_T, end_id = np.append(ids_T, np.int32(self.eos)), np.append(trained_T, True), self.eos
-        if example.turns is None and self.bos and ids[: len(self.bos)] != self.bos:
-            ids_T = np.concatenate([np.array(self.bos, dtype=np.int32), ids_T])
-            trained_T = np.concatenate([np.zeros(len(self.bos), dtype=bool), trained_T])
-        if self.how.train_on == "all":
-            trained_T[:] = True
-        has_question = example.turns is not None or bool(example.prompt)
-        unpredicted = self.how.train_on == "answers" and has_question and bool(trained_T[:1].any())
+            ids, trained_T, end_id = [*ids, self.eos], np.append(trained_T, True), self.eos
+        trained_T = np.append(np.zeros(len(bos), dtype=bool), trained_T) | (self.how.train_on == "all")
         trained_T[:1] = False
-        return Tokens(ids_T, trained_T, end_id, unpredicted, rendered.lost)
+        return Tokens(np.array([*bos, *ids], dtype=np.int32), trained_T, end_id, rendered.lost)
 
-    def _end_of_turn(self, ids: list[int], a: int, b: int) -> int:
-        """Where answer [a, b) ends without the white space after its last special token."""
-        last = next((t for t in range(b - 1, a - 1, -1) if ids[t] in self.special), b - 1)
-        return last + 1 if last < b - 1 and not self.tokenizer.decode(ids[last + 1 : b]).strip() else b
-
-    def _without_end(self, ids: list[int], a: int, b: int) -> int:
-        """Where answer [a, b) ends without the special tokens, and white space between them, that close it."""
-        end = t = b
+    def _end(self, ids: list[int], a: int, b: int) -> int:
+        """Where answer [a, b) ends: behind the special token that closes it, without the white space after that; or,
+        if the end is not trained, before all special tokens, and white space between them, at its end."""
+        t, closing = b, list[int]()
         while t > a and (ids[t - 1] in self.special or not self.tokenizer.decode(ids[t - 1 : t]).strip()):
             t -= 1
-            end = t if ids[t] in self.special else end
-        return end
+            closing += [t] if ids[t] in self.special else []
+        if not closing:
+            return b
+        return closing[0] + 1 if self.trains_end else closing[-1]
 
     def _is_open(self, example: Example, rendered: Rendered) -> bool:
         """Whether an eos must be added: the text ends with an answer that has no end token."""

@@ -8,7 +8,7 @@
                          `function_call`, one call under its older name, becomes a list of one
     weight, train        `weight: 0` (hosted fine-tuning services) and `train: false` (axolotl; `training` and
                          ms-swift's `loss` mean the same) exclude a turn
-    other keys           passed to the template; which of them it did not write is reported
+    other keys           passed to the template; texts under them that it does not write are reported
 
 Templates differ in how they expect the arguments of a call: most encode an object themselves, some concatenate JSON
 text. With the wrong form they encode the text twice, print Python's dict, or fail; `call_as` converts the arguments.
@@ -126,50 +126,6 @@ def _arguments(function: Call) -> Any:
         return given if not isinstance(given, str) else json.loads(given) if given.strip() else {}
     except (ValueError, RecursionError):
         return None
-
-
-def called_names(turn: Turn) -> list[str]:
-    """The names of the functions that a turn calls; the names and texts of their arguments that are plain words, which
-    no template escapes."""
-    names = []
-    for function in (call.get("function", call) for call in turn.get("tool_calls") or ()):
-        arguments = _arguments(function)
-        words = [*arguments, *arguments.values()] if isinstance(arguments, dict) else []
-        names += [function["name"], *filter(_is_plain, words)]
-    return names
-
-
-def described_names(tools: list[object] | None) -> list[str]:
-    """The names of the functions that the column `tools` describes (if plain words, so never escaped)."""
-    functions = (tool.get("function", tool) for tool in tools or () if isinstance(tool, dict))
-    return [f["name"] for f in functions if isinstance(f, dict) and _is_plain(f.get("name"))]
-
-
-def _is_plain(word: object) -> bool:
-    return isinstance(word, str) and word.isascii() and word.isidentifier()
-
-
-def is_written(text: str, where: str) -> bool:
-    """Whether a text occurs somewhere as it stands, or as JSON encodes it."""
-    return any(form in where for form in (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]))
-
-
-def further_texts(turn: Turn) -> dict[str, list[str]]:
-    """Keys of a turn without a meaning of their own, and the texts and flags under them (0 or 1: a flag in a table).
-    An id is nothing that a turn says."""
-    spoken = [key for key in REASONING if isinstance(turn.get(key), str)]
-    others = {key: value for key, value in turn.items() if key not in (*READ, *spoken, "id")}
-    found = {key: [repr(value)] if value in (0, 1) else texts_in(value) for key, value in others.items()}
-    return {key: texts for key, texts in found.items() if texts}
-
-
-def texts_in(value: object) -> list[str]:
-    """The texts in a value, and its flags, which nobody reads."""
-    if isinstance(value, dict | list):
-        return [text for item in (value.values() if isinstance(value, dict) else value) for text in texts_in(item)]
-    if isinstance(value, bool):
-        return [repr(value)]
-    return [value.strip()] if isinstance(value, str) and value.strip() else []
 
 
 def reasoning(turn: Turn) -> str:

@@ -51,25 +51,20 @@ def test_tool_calls_are_trained_and_results_are_not(arguments: Any) -> None:
 def test_calls_that_a_template_drops_are_not_trained_as_an_empty_turn() -> None:
     """The turn would teach to stop at once; it is left out and counted, with what it said before the call."""
     found, lost = trained(chats.CHATML, talk())
-    assert found == ["Sun.<|im_end|>"] and lost.counts["calls"] == 1
+    assert found == ["Sun.<|im_end|>"] and lost["calls"] == 1
     found, lost = trained(chats.CHATML, talk(content="Let me see."))
-    assert found == ["Sun.<|im_end|>"] and lost.counts["calls"] == 1
-
-
-def test_a_result_inside_the_assistants_turn_is_cut_out() -> None:
-    found, _ = trained(chats.AHEAD, talk())
-    assert found == ['call:weather{"city": "Paris", "days": 2}', "<|end|>", "Sun.<|end|>"]
+    assert found == ["Sun.<|im_end|>"] and lost["calls"] == 1
 
 
 def test_reasoning_is_trained_where_it_is_written_and_counted_where_it_is_not() -> None:
     """The thought of the last answer is part of it; that of an earlier one is dropped by the template."""
     said = [*chat("Hi"), {"role": "assistant", "content": "A.", "reasoning": "hm"}]
     found, lost = trained(chats.CALLING, said)
-    assert found == ["<think>\nhm\n</think>\n\nA.<|im_end|>"] and lost.counts["reasoning"] == 0
+    assert found == ["<think>\nhm\n</think>\n\nA.<|im_end|>"] and lost["reasoning"] == 0
     found, lost = trained(chats.CALLING, [*said, *chat("More?", "B.")])
-    assert found == ["A.<|im_end|>", "B.<|im_end|>"] and lost.counts["reasoning"] == 1
+    assert found == ["A.<|im_end|>", "B.<|im_end|>"] and lost["reasoning"] == 1
     _, lost = trained(chats.THINKING, chat("Hi", "<think>well</think>\n\nA.", "More?", "B."))
-    assert lost.counts["reasoning"] == 1 and lost.counts["text"] == 0
+    assert lost["reasoning"] == 1 and lost["text"] == 0
 
 
 def test_the_end_of_an_answer_does_not_depend_on_what_follows() -> None:
@@ -148,7 +143,7 @@ def test_nothing_is_trained_of_a_chat_in_which_the_template_marks_nothing() -> N
     """The template has marks, and none around this answer: it is counted, not guessed."""
     unless_last = "{% for m in messages %}" + MARKED_TURN.replace("'assistant'", "'assistant' and not loop.last")
     found, lost = trained(unless_last + "{% endfor %}", chat("Hi", "A."))
-    assert found == [] and lost.counts["text"] == 1
+    assert found == [] and lost["text"] == 1
 
 
 def test_a_chat_that_begins_with_an_answer_does_not_train_the_templates_system_prompt() -> None:
@@ -181,11 +176,11 @@ def test_what_a_turn_says_under_keys_of_its_own_is_counted() -> None:
     """Text that the template does not know; a turn that has nothing else is not trained as an empty answer."""
     said = chat("Hi", "A.")
     found, lost = trained(chats.CHATML, [said[0], said[1] | {"thought": "hm", "id": None}])
-    assert found == ["A.<|im_end|>"] and lost.keys == ("thought",)
+    assert found == ["A.<|im_end|>"] and lost == {"text": 1}
     found, lost = trained(chats.CHATML, [said[0], {"role": "assistant", "content": "", "refusal": "No."}])
-    assert found == [] and lost.keys == ("refusal",)
-    found, lost = trained(chats.CHATML, [said[0] | {"train": True}, {"role": "assistant", "content": ""}])
-    assert found == ["<|im_end|>"] and lost.counts["empty"] == 1 and lost.counts["unheard"] == 1
+    assert found == [] and lost == {"text": 1, "empty": 1}
+    found, lost = trained(chats.CHATML, [said[0], {"role": "assistant", "content": ""}])
+    assert found == ["<|im_end|>"] and lost == {"empty": 1}
 
 
 def test_a_system_prompt_a_question_and_tools_that_are_not_written_are_counted() -> None:
@@ -197,12 +192,12 @@ def test_a_system_prompt_a_question_and_tools_that_are_not_written_are_counted()
         "{{ m.content + eos_token }}{% endif %}{% endfor %}"
     )
     found, lost = trained(skipping, said)
-    assert [text[:2] for text in found] == ["A.", "B."] and lost.counts["context"] == 2
+    assert [text[:2] for text in found] == ["A.", "B."] and lost["context"] == 2
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     row = {"messages": chat("Hi", "A."), "tools": tools}
     example = example_of(Record("data.jsonl", "line", 7, row), "messages")
     for template, count in ((chats.CHATML, 1), ("{{ tools | tojson }}" + chats.CHATML, 0)):
-        assert Renderer(tokenizer(template), DataSettings())([example])[0].lost.counts["tools"] == count
+        assert Renderer(tokenizer(template), DataSettings())([example])[0].lost["tools"] == count
 
 
 def test_a_header_is_given_though_the_prompt_goes_on_with_a_thought() -> None:
@@ -214,7 +209,7 @@ def test_a_header_is_given_though_the_prompt_goes_on_with_a_thought() -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
     found, lost = trained(opens, chat("Hi", "<think>\nhm</think>A.", "More?", "<think>\nhm</think>B."))
-    assert found == ["A.<|im_end|>", "hm</think>B.<|im_end|>"] and lost.counts["reasoning"] == 1
+    assert found == ["A.<|im_end|>", "hm</think>B.<|im_end|>"] and lost["reasoning"] == 1
     assert trained(opens, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
 
 
@@ -243,8 +238,8 @@ def test_a_second_call_of_the_same_function_is_missed(cities: tuple[str, str]) -
     first = chats.CALLING.replace("in message.tool_calls", "in (message.tool_calls or [])[:1]")
     two = [{"function": {"name": "weather", "arguments": {"city": city}}} for city in cities]
     found, lost = trained(first, talk(tool_calls=two))
-    assert found == ["Sun.<|im_end|>"] and lost.counts["calls"] == 1
-    assert trained(chats.CALLING, talk(tool_calls=two))[1].counts["calls"] == 0
+    assert found == ["Sun.<|im_end|>"] and lost["calls"] == 1
+    assert trained(chats.CALLING, talk(tool_calls=two))[1]["calls"] == 0
 
 
 @pytest.mark.parametrize("arguments", ["{'city': 'Paris'}", '{"city": "Par', "[1]", [1, 2], 5], ids=str)
@@ -262,18 +257,21 @@ def test_results_of_tools_that_are_not_written_are_counted() -> None:
     )
     skipping = chats.CALLING.replace("for message in messages", "for message in messages if message.role != 'tool'")
     assert len({chats.CALLING, encoding, skipping}) == 3
-    lost = [trained(template, said)[1].counts["context"] for template in (chats.CALLING, encoding, skipping)]
+    lost = [trained(template, said)[1]["context"] for template in (chats.CALLING, encoding, skipping)]
     assert lost == [0, 0, 1]
 
 
-def test_a_question_inside_of_an_answer_is_refused() -> None:
-    """A template that writes question and answer at once, when its loop is at the answer, would train both."""
+def test_another_turn_inside_of_an_answer_is_refused() -> None:
+    """A template that writes question and answer at once, when its loop is at the answer, would train both; likewise
+    one that writes the result of a tool into the turn that called it."""
     pairs = (
         "{% for m in messages if m.role == 'assistant' %}{{ '<|user|>' + messages[2 * loop.index0].content }}"
         "{{ '<|assistant|>' + m.content + '<|end|>' }}{% endfor %}"
     )
     with pytest.raises(UserError, match="line 7: cannot find turn 2"):
         trained(pairs, chat("First?", "A.", "Second?", "B."))
+    with pytest.raises(UserError, match="line 7: cannot find turn 2"):
+        trained(chats.AHEAD, talk())
     assert trained(chats.CHATML, chat("First?", "First? A."))[0] == ["First? A.<|im_end|>"]
 
 
@@ -311,9 +309,9 @@ def test_documents_and_variables_of_a_row_reach_the_template() -> None:
         assert trained_text(tok, tokens) == ["A.<|im_end|>"] and not any(tokens.lost)
         settings = DataSettings(chat_template_kwargs={"enable_thinkng": False})
         lost = Renderer(tokenizer(chats.CHATML), settings)([example])[0].lost
-        assert lost.counts["documents"] == 1 and lost.variables == ("enable_thinkng", "brief")
+        assert lost["documents"] == 1 and lost["variables"] == 1
     encoded = Renderer(tokenizer("{{ documents | tojson }}" + chats.CHATML), DataSettings())([example])[0]
-    assert encoded.lost.counts["documents"] == 0
+    assert encoded.lost["documents"] == 0
 
 
 @pytest.mark.parametrize("column", [{"documents": "a text"}, {"chat_template_kwargs": {"tools": []}}], ids=str)

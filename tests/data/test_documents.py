@@ -87,8 +87,7 @@ def test_long_rows_of_text_can_be_split_too(tmp_path: Path) -> None:
     dataset = prepare(str(path), own, max_length=16, overlong="split")
     ids = [[*own(text, add_special_tokens=False).input_ids, own.eos_token_id] for text in (STORY, "yes")]
     assert dataset.ids[dataset.trained].tolist() == ids[0][1:] + ids[1][1:]
-    line = f"split: 1 text longer than max_length=16 into {len(dataset) - 1} samples"
-    assert line in dataset.report.lines()
+    assert "split into samples: 1 text longer than max_length=16" in dataset.report.lines()
     path.write_text(json.dumps({"prompt": "What", "completion": STORY}))
     with pytest.raises(UserError, match=r"line 1: longer than max_length=16, and overlong=split is for plain text"):
         prepare(str(path), own, max_length=16, overlong="split")

@@ -155,10 +155,3 @@ def test_half_a_character_is_refused_by_line(row: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"data.jsonl, line 7: .*'\\ud83d', half of a character.*ab .* cd"):
         render(tok, layout, **row)
     render(tok, layout, **json.loads(json.dumps(row).replace("\\ud83d", "\\ud83d\\ude00")))
-
-
-@pytest.mark.parametrize(("bos", "prompt", "lost"), [(False, "e", True), (False, "Is it e", False), (True, "e", False)])
-def test_an_answer_that_nothing_predicts_is_counted(bos: bool, prompt: str, lost: bool) -> None:
-    """A prompt that is one token with its answer ("e" and "s" are "es"): without a bos nothing is before it."""
-    tokens, _ = render(tokenizer(chats.CHATML, bos), "prompt_completion", prompt=prompt, completion="s")
-    assert tokens.unpredicted == lost

@@ -111,7 +111,7 @@ class Encoder:
                     label = question.candidates[question.answer] if has_labels else None
                     yield Encoded([samples[i] for i in kept], question.where, source, right, (source, label))
         if self.overlong == "truncate":
-            report.truncated = report.cut_prompts = self.truncated
+            report.truncated = self.truncated
 
     def _prompt(self, question: Question) -> str:
         if isinstance(question.prompt, str):
