@@ -25,6 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,17 +92,17 @@ def time_background(method: keyhole.ZO, run: Callable[[int], None], scratch: Pat
     background, done, step = Writer(method.model, method), [], 0
     begin_s = time.perf_counter()
     for _ in range(PERIODS):
-        background.begin(scratch / f"checkpoint-{step}", State(step))
+        old = partial(select.prune, scratch, 1, step)
+        background.begin(scratch / f"checkpoint-{step}", State(step), delete_old=old)
         run(EVERY)
         written = background.wait()
         assert written is not None
         done.append(written)
         if written.error is not None:
             raise written.error
-        deleting, step = select.prune(scratch, 1, step), step + EVERY
+        step += EVERY
     wait(method.model.device)
     wall_s = time.perf_counter() - begin_s
-    deleting.join()
     verify(done[-1].path)
     shutil.rmtree(done[-1].path)
     return {

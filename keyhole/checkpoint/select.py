@@ -13,7 +13,6 @@ renamed state says what is left to be deleted, and the next run in the output di
 
 import itertools
 import os
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -120,7 +119,7 @@ def set_aside(path: Path, suffix: str) -> Path:
 
 def prune(
     root: Path, keep: int | None, up_to: int, say: Callable[[str], None] = print, spare: int | None = None
-) -> threading.Thread:
+) -> None:
     """Deletes the oldest checkpoints of steps <= up_to until `keep` are left. spare: a step whose checkpoint is kept
     and not counted."""
     try:
@@ -128,30 +127,20 @@ def prune(
         own = [path for path in own if not path.is_symlink()]  # a user's, perhaps to one of these
     except OSError as error:
         say(f"warning: {root} cannot be read, and old checkpoints stay: {error.strerror}")
-        own = []
-    return delete([] if keep is None else own[: max(0, len(own) - max(1, keep))], say)
+        return
+    delete([] if keep is None else own[: max(0, len(own) - max(1, keep))], say)
 
 
-def delete(paths: Iterable[Path], say: Callable[[str], None] = print) -> threading.Thread:
-    """Deletes checkpoints, except for files in them that keyhole did not write. They are none any more when this
-    returns; the files are deleted in a thread, because deleting gigabytes takes a while: the room is free when it has
-    ended. A checkpoint that cannot be deleted is kept, with a message; a link to one is the user's."""
-    begun: list[Path] = []
+def delete(paths: Iterable[Path], say: Callable[[str], None] = print) -> None:
+    """Deletes checkpoints, except for files in them that keyhole did not write. One that cannot be deleted is kept,
+    with a message; a link to one is the user's."""
     for path in paths:
         try:
             if not path.is_symlink():
-                begun.append(path)
                 begin_deletion(path, say)
+                finish_deletion(path)
         except OSError as error:
             say(f"warning: {path} is not needed any more, but cannot be deleted: {error.strerror}")
-
-    def finish() -> None:
-        for path in begun:
-            finish_deletion(path)
-
-    thread = threading.Thread(target=finish, name="keyhole-delete")
-    thread.start()
-    return thread
 
 
 def begin_deletion(path: Path, say: Callable[[str], None] = print) -> None:

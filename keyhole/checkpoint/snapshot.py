@@ -20,21 +20,18 @@ ahead of the GPU, so a short wait here does not stall the GPU.
 
 A page contains tensors, or parts of them, so it has segments: elements [begin, end) belong to a tensor and are stored
 at an offset of a file. Memory is written in pieces: from a GPU through a page-locked buffer, from host memory directly.
-Each piece is checked to be finite first, because broken weights must not replace good ones, and its CRC-32 is kept, so
-that the file need not be read again (disk/files.py).
+Each piece is checked to be finite first, because broken weights must not replace good ones.
 """
 
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from keyhole.disk.files import Span
 from keyhole.disk.tensors import Place
 from keyhole.errors import NonFinite
 from keyhole.offload import arena
@@ -120,7 +117,6 @@ class Snapshot:
         self.copied_bytes = self.peak_bytes = 0
         self.waited_s = 0.0  # how long training waited
         self.error: BaseException | None = None
-        self.sums: dict[str, list[Span]] = {}  # file -> checksums of its pieces
         self.turn = threading.Condition()
 
     # -- called by training --------------------------------------------------------------------------------------------
@@ -202,7 +198,6 @@ class Snapshot:
         """Writes all sources into files that exist already in their full size. Raises the first error."""
         names = {segment.file for source in self.queue for segment in source.segments}
         files = {name: os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC) for name in names}
-        self.sums = {name: [] for name in names}
         threads = [threading.Thread(target=self._work, args=(files,), daemon=True) for _ in range(WORKERS)]
         try:
             for thread in threads:
@@ -238,9 +233,7 @@ class Snapshot:
                     else:
                         host = piece
                     check_finite(host, segment.tensor)
-                    data = host.view(torch.uint8).numpy().data
-                    write_at(files[segment.file], data, offset)
-                    self.sums[segment.file].append((offset, len(data), zlib.crc32(data)))
+                    write_at(files[segment.file], host.view(torch.uint8).numpy().data, offset)
                 with self.turn:
                     self._free(source)
                     source.state = DONE

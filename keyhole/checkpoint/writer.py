@@ -17,7 +17,7 @@ Transformers stores in another form), where other ranks write parts of it, and w
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,9 @@ from keyhole.checkpoint.snapshot import (
     segments_of,
 )
 from keyhole.checkpoint.state import STATE, TENSORS, State, Written, dump
-from keyhole.disk.files import Span, checksums, flush_all, staged
+from keyhole.disk.files import checksums, flush_all, staged
 from keyhole.disk.json_text import Json
 from keyhole.disk.tensors import Files, MethodState, Ranges, Spec, create, lay_out
-from keyhole.errors import NonFinite
 from keyhole.machine.host import host_memory
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Saved
@@ -48,12 +47,12 @@ from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.save import (
-    bad_tensor,
     names_on_disk,
     plan_files,
     small_files,
     write_contents,
     write_files,
+    write_parts,
     write_state_parts,
 )
 
@@ -64,8 +63,7 @@ Tensors = dict[str, torch.Tensor | Ranges]
 
 @dataclass
 class Writing:
-    """One checkpoint. thread: writes it (None: training waits); error: what went wrong; lines: about a user's files of
-    its name."""
+    """One checkpoint. thread: writes it (None: training waits); error: what went wrong; lines: about a user's files."""
 
     snapshot: Snapshot
     path: Path
@@ -73,6 +71,7 @@ class Writing:
     files: list[Files]
     tensors: Tensors
     before_rename: Callable[[], None]
+    delete_old: Callable[[Callable[[str], None]], None]
     error: BaseException | None = None
     lines: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -102,11 +101,13 @@ class Writer:
         about: State,
         make_room: Callable[[int], None] = lambda size_bytes: None,
         before_rename: Callable[[], None] = lambda: None,
+        delete_old: Callable[[Callable[[str], None]], None] = lambda say: None,
         waits: bool = False,
     ) -> None:
         """Starts a checkpoint of the weights after the last step; training may continue when this returns. waits: it
         returns when the checkpoint is written. make_room is called with its size before anything is written, and
-        before_rename when everything is; both may prevent it by an exception."""
+        before_rename when everything is; both may prevent it by an exception. delete_old is called when it is in place,
+        with a function for messages."""
         waits = waits or self.waits
         state = None if waits else self.method.deferred_state()
         if state is None:
@@ -117,7 +118,7 @@ class Writer:
         make_room(saved_bytes(self.model, tensors, bool(scalars.get("light"))))
         in_memory = {} if any(isinstance(t, Ranges) for t in tensors.values()) else tensors
         snapshot, files = self._snapshot(in_memory, deferred=state is not None)
-        writing = Writing(snapshot, path, replace(about, method=scalars), files, tensors, before_rename)
+        writing = Writing(snapshot, path, replace(about, method=scalars), files, tensors, before_rename, delete_old)
         self.writing = writing
         if waits:
             self._run(writing)
@@ -172,9 +173,10 @@ class Writer:
         try:
             with staged(writing.path.parent, writing.path.name) as temporary:
                 self._write(writing, temporary)
-                write_state(temporary, writing.about, writing.snapshot.sums)
+                write_state(temporary, writing.about)
                 writing.before_rename()
                 writing.lines = put_in_place(temporary, writing.path)
+            writing.delete_old(writing.lines.append)
         except BaseException as error:
             writing.snapshot.fail(error)
             writing.error = error
@@ -182,9 +184,9 @@ class Writer:
 
     def _write(self, writing: Writing, directory: Path) -> None:
         """Everything but the state: a further file of a checkpoint is a line here."""
-        if self.names is None:
-            if (bad := bad_tensor(self.model)) is not None:
-                raise NonFinite(f"{bad} holds NaN or infinity")
+        if self.names is None and self.model.sharded:
+            write_parts(self.model, directory)
+        elif self.names is None:
             write_files(self.model, directory, merged=False)
         write_contents(directory, self.small)
         for files in writing.files:
@@ -236,14 +238,12 @@ def split_state(method_state: Saved) -> tuple[Tensors, Json]:
     return tensors, {name: value for name, value in method_state.items() if name not in tensors}
 
 
-def write_state(
-    directory: Path, about: State, sums: Mapping[str, list[Span]] | None = None, leave_out: Collection[str] = ()
-) -> None:
+def write_state(directory: Path, about: State, leave_out: Collection[str] = ()) -> None:
     """Completes a checkpoint: writes keyhole_state.json with the checksums of all other files, and flushes everything
-    to the disk. sums: known checksums of pieces of the files; leave_out: files that are none of the checkpoint's."""
+    to the disk. leave_out: files that are none of the checkpoint's."""
     names = (file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
     files = {name: directory / name for name in sorted(names) if name not in leave_out}
-    found = checksums(list(files.values()), [(sums or {}).get(name, []) for name in files])
+    found = checksums(list(files.values()))
     inventory = {
         name: Written(file.stat().st_size, crc) for (name, file), crc in zip(files.items(), found, strict=True)
     }

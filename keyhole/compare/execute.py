@@ -251,7 +251,7 @@ class Execution:
         self.results[result.id] = result
         write_result(self.root, result)
         if result.kind != CRASH and not trial.config.save_model:  # a crashed run will go on from its checkpoint
-            select.delete(select.checkpoints(Path(trial.config.output_dir)), self.say).join()
+            select.delete(select.checkpoints(Path(trial.config.output_dir)), self.say)
         place = ""
         if trial.method != ZERO_SHOT:
             done = self.finished + 1

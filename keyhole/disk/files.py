@@ -10,14 +10,6 @@ A temporary file is in the directory of its final name, so that no rename crosse
 exclusively, and links are not followed, so nobody with write access to the directory can make this process write
 elsewhere. A killed process leaves temporary files; the next run deletes them (training/rundir.py).
 
-Checksums of files, also of one that was written in pieces, from the checksums of the pieces. CRC-32 is the remainder of
-a polynomial over bits, so n bytes behind it multiply it by x^(8 n):
-
-    crc(a + b) = x^(8 len b) crc(a)  xor  crc(b)        modulo CRC-32's polynomial
-
-so workers can compute checksums of the pieces they write, in any order and while these are in a core's cache, and the
-file need not be read again (a second per gigabyte). As in zlib, the lowest power is the highest bit.
-
 The user's cache directory: files that make the next run start sooner, identified by content, limited in size.
 
     $KEYHOLE_CACHE, or $XDG_CACHE_HOME/keyhole, or ~/.cache/keyhole
@@ -38,15 +30,13 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 from keyhole.errors import UserError
 
 KEEP_SIZE = 1  # of Linux's fallocate
-Span = tuple[int, int, int]  # offset in the file, bytes, checksum
-POLYNOMIAL, ONE = 0xEDB88320, 1 << 31
 READ_BYTES = 4 * 2**20
 READERS = 4
 MOST_BYTES = 4 * 2**30  # limit for all entries of one kind
@@ -183,49 +173,19 @@ def writing_to(root: Path) -> Iterator[None]:
 # -- checksums ---------------------------------------------------------------------------------------------------------
 
 
-def _times(a: int, b: int) -> int:
-    """The product of two polynomials, modulo CRC-32's."""
-    found = 0
-    while a:
-        if a & ONE:
-            found ^= b
-        a, b = a << 1 & 0xFFFFFFFF, b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
-    return found
-
-
-@lru_cache(maxsize=256)
-def _shift(size_bytes: int) -> int:
-    """x^(8 size_bytes)."""
-    found, power = ONE, ONE >> 8
-    while size_bytes:
-        found = _times(found, power) if size_bytes & 1 else found
-        power, size_bytes = _times(power, power), size_bytes >> 1
-    return found
-
-
-def joined(first: int, second: int, second_bytes: int) -> int:
-    """The checksum of two consecutive pieces, from their checksums."""
-    return _times(_shift(second_bytes), first) ^ second
-
-
-def crc_of(path: Path, spans: list[Span]) -> int:
-    """A file's checksum. Only parts that the spans do not cover are read."""
-    crc, at = 0, 0
+def crc_of(path: Path) -> str:
+    """A file's CRC-32, eight hex digits."""
+    crc = 0
     with path.open("rb") as file:
-        for offset, length, known in [*sorted(spans), (path.stat().st_size, 0, 0)]:
-            assert offset >= at, "pieces overlap"
-            file.seek(at)
-            while at < offset and (block := file.read(min(READ_BYTES, offset - at))):
-                crc, at = zlib.crc32(block, crc), at + len(block)
-            crc, at = joined(crc, known, length), offset + length
-    return crc
+        while block := file.read(READ_BYTES):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
 
 
-def checksums(paths: list[Path], known: list[list[Span]] | None = None) -> list[str]:
-    """Checksums of several files, eight hex digits each, read in parallel (zlib releases the GIL); known pieces are not
-    read again."""
+def checksums(paths: list[Path]) -> list[str]:
+    """Checksums of several files, read in parallel (zlib releases the GIL)."""
     with ThreadPoolExecutor(READERS) as pool:
-        return [f"{crc:08x}" for crc in pool.map(crc_of, paths, known or [[] for _ in paths])]
+        return list(pool.map(crc_of, paths))
 
 
 # -- the user's cache --------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from keyhole.methods.torch_optimizer import TorchOptimizer
 from keyhole.methods.traits import Traits
 from keyhole.model.attached import Addon
 from keyhole.model.batch import Batch
-from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.ops.autocast import with_gradients, without_autocast
@@ -315,11 +314,6 @@ class Method:
     def call_before_update(self, callback: Callable[[], None]) -> None:
         """Registers a callback that runs before an update changes weights (traits: announces = "step")."""
         raise NotImplementedError  # abstract: only if the traits say so
-
-    def learned_beside(self, state: Saved) -> LowRank | None:
-        """From a saved state: the factors that must be merged into a model's files before other programs can use them;
-        None if there are none."""
-        return None
 
     def journal_update(self) -> torch.Tensor | None:
         """The numbers from which the last step's update can be recomputed, on the device."""

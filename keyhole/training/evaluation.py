@@ -81,9 +81,7 @@ class Evaluation(Observer):
         if not run.judge.test or run.judge.is_done(tested.get(step)):
             return
         run.flush()
-        if step != run.done:
-            run.call(Command.GO_BACK, step)
-            run.take_weights(step)
+        run.go_back(step)
         run.call(Command.TEST)
         found = run.judge.test_metrics(run.model, run.is_asked)
         self.gave_up = found is None

@@ -13,7 +13,7 @@ from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.text import counted, printable
 from keyhole.model.structure.source import has_adapter
-from keyhole.model.weights.save import bad_tensor, first_bad_tensor, write_parts, write_state_parts
+from keyhole.model.weights.save import first_bad_tensor, write_parts, write_state_parts
 from keyhole.report.story import DONE, FAILED, STOPPED
 from keyhole.training.checks import Divergence, FirstSteps
 from keyhole.training.evaluation import Evaluation
@@ -171,8 +171,6 @@ def follow(run: Run) -> int:
                     run.take_weights(argument)
                 case Command.FLUSH:
                     method.flush()
-                case Command.CHECK:
-                    bad_tensor(model)
                 case Command.WRITE:
                     write_parts(model, None)
                 case Command.STATE:

@@ -44,8 +44,8 @@ ORPHANED, END_OF_TORCHRUN = -1, "the end of torchrun"
 
 class Command(IntEnum):
     """END: argument is the exit code. STEP: one training step. EVALUATE, TEST. GO_BACK: argument is the step whose
-    weights are loaded. FLUSH: apply deferred updates. CHECK, WRITE, STATE: check that the weights of this rank are
-    finite; write them into a checkpoint; collect the rank's part of the method's state."""
+    weights are loaded. FLUSH: apply deferred updates. WRITE, STATE: write the rank's part of the weights, or of the
+    method's state, into a checkpoint."""
 
     END = 0
     STEP = 1
@@ -53,9 +53,8 @@ class Command(IntEnum):
     TEST = 3
     GO_BACK = 4
     FLUSH = 5
-    CHECK = 6
-    WRITE = 7
-    STATE = 8
+    WRITE = 6
+    STATE = 7
 
 
 class Observer:
@@ -164,6 +163,12 @@ class Run:
         self.flush()
         yield
         self.recorder.restart_clock()
+
+    def go_back(self, step: int) -> None:
+        """All ranks take the weights of a step, unless they have them."""
+        if step != self.done:
+            self.call(Command.GO_BACK, step)
+            self.take_weights(step)
 
     def take_weights(self, step: int) -> None:
         """Loads the weights of a checkpoint of this run into the model."""

@@ -17,9 +17,8 @@ during training is tried again later; the save that ends a run is made neverthel
 
 import errno
 import shutil
-import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -31,7 +30,7 @@ from safetensors import SafetensorError
 from keyhole.checkpoint import select
 from keyhole.checkpoint.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, State, read_state, verify
-from keyhole.checkpoint.writer import MARGIN_BYTES, Writer, Writing, method_state, saved_bytes
+from keyhole.checkpoint.writer import MARGIN_BYTES, Writer, Writing, saved_bytes
 from keyhole.config import TrainConfig
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
@@ -110,7 +109,6 @@ class Saver(Observer):
         is_here = begin is not None and begin.resolve() == run.checkpoint(run.first).resolve()
         self.last_step = run.first if is_here else None
         self.retry_at: int | None = None
-        self.deleting: threading.Thread | None = None  # deletes old checkpoints in the background
 
     def best_saved(self, damaged: Collection[int] = ()) -> int | None:
         """The best step whose weights are in the output directory, or, if no model is saved, were tested; None if the
@@ -167,6 +165,7 @@ class Saver(Observer):
             replace(self.about, step=step, loader=loader, selection=selection),
             partial(self._make_room, step, dares_bytes=MARGIN_BYTES if last else 0),
             partial(self._flush_journal, step, last),
+            partial(self._delete_old, self.config.save_total_limit, step),
             waits=last or self.waits,
         )
 
@@ -187,7 +186,7 @@ class Saver(Observer):
         self.say(f"saved {done.path}{how}")
 
     def _written(self, done: Writing) -> None:
-        """Notes a checkpoint that was written, and deletes old ones. UserError if it failed."""
+        """Notes a checkpoint that was written. UserError if it failed."""
         step, error = done.about.step, done.error
         if isinstance(error, NonFinite):
             good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
@@ -199,9 +198,6 @@ class Saver(Observer):
         if error is not None:
             raise error
         self.last_good, self.last_step = done.path, step
-        self.deleting = select.prune(self.root, self.config.save_total_limit, step, self.say, self.best_step)
-        if done.thread is None:
-            self.deleting.join()
         for line in done.lines:
             self.say(line)
 
@@ -284,16 +280,18 @@ class Saver(Observer):
     def _make_room(self, step: int, need: int, dares_bytes: int = 0) -> None:
         """Deletes old checkpoints if the disk has less room than needed. dares_bytes: what may be missing all the
         same, because the need is an estimate, and nothing is lost by a save that fails."""
-        if self.deleting is not None:
-            self.deleting.join()
-        if need > free_bytes(self.root) and self.config.save_total_limit is not None:
-            select.prune(self.root, self.config.save_total_limit - 1, step, self.say, self.best_step).join()
+        limit = self.config.save_total_limit
+        if need > free_bytes(self.root) and limit is not None:
+            self._delete_old(limit - 1, step, self.say)
         free = free_bytes(self.root)
         if need - dares_bytes > free:
             raise NoRoom(
                 f"output_dir: a checkpoint takes {need / GIB:.2f} GiB, and {self.root} has "
                 f"{free / GIB:.2f} GiB free; free some space"
             )
+
+    def _delete_old(self, keep: int | None, step: int, say: Callable[[str], None]) -> None:
+        select.prune(self.root, keep, step, say, self.best_step)
 
     def damage_of(self, step: int) -> str | None:
         """What is wrong with the checkpoint of a step, by its checksums, and the name under which it is kept; None if
@@ -309,21 +307,14 @@ class Saver(Observer):
 
     def publish(self, step: int | None = None) -> None:
         """Makes the checkpoint of a step, or the last one, the model of the output directory."""
-        if self.deleting is not None:
-            self.deleting.join()
-        model, method = self.writer.model, self.writer.method
         source = self.last_good if step is None else self.run.checkpoint(step)
         assert source is not None
         try:
-            about = read_state(source)
-            state = method_state(source, about)
-            if method.light:
-                method.load_state_dict(state)
-                hf.save_model(model, self.root)
-                return
-            beside = method.learned_beside(state)
-            finish = None if beside is None else partial(hf.merge_files, model, factors=beside)
-            hf.publish(source, self.root, about.files.keys() - OWN_FILES, finish)
+            if self.writer.model.methods.low_rank is not None:  # its checkpoints hold factors beside the weights
+                self.run.go_back(self.run.done if step is None else step)
+                hf.save_model(self.writer.model, self.root)
+            else:
+                hf.publish(source, self.root, read_state(source).files.keys() - OWN_FILES)
         except (Damaged, FileNotFoundError) as error:
             raise UserError(f"output_dir: {source} was deleted or damaged just now: {error}") from error
         except OSError as error:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -87,14 +86,14 @@ def test_no_second_history_in_one_directory(root: Path) -> None:
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [4, 8, 12]), (5, [4, 8, 12]), (2, [8, 12]), (1, [12]), (0, [12])])
 def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -> None:
-    select.prune(root, keep, up_to=12).join()
+    select.prune(root, keep, up_to=12)
     assert everything(root) == sorted(f"checkpoint-{step}" for step in left)
 
 
 def test_a_link_to_a_checkpoint_does_not_stand_for_it(root: Path) -> None:
     """A user's link with the highest number: the checkpoint behind it is still the newest, and stays."""
     (root / "checkpoint-99").symlink_to(root / "checkpoint-12")
-    select.prune(root, 1, up_to=99).join()
+    select.prune(root, 1, up_to=99)
     assert everything(root) == ["checkpoint-12", "checkpoint-99"]
 
 
@@ -112,7 +111,7 @@ def test_a_directory_of_the_user_that_is_called_like_a_checkpoint_is_not_deleted
     """It has no state, so no run wrote it; it does not count among those that are kept either."""
     (root / "checkpoint-1").mkdir()
     (root / "checkpoint-1" / "notes.txt").write_text("mine")
-    select.prune(root, 2, up_to=12).join()
+    select.prune(root, 2, up_to=12)
     assert names(root) == ["checkpoint-8", "checkpoint-12"]
     assert (root / "checkpoint-1" / "notes.txt").read_text() == "mine"
 
@@ -127,22 +126,6 @@ def test_a_directory_of_the_user_is_not_resumed_from(root: Path, name: str) -> N
     assert choice.path == root / "checkpoint-12" and not choice.damaged
     assert choice.strange == ([root / name] if name == "checkpoint-50" else [])
     assert select.choose(str(root / "checkpoint-12"), root).path == choice.path, "no second history"
-
-
-def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, real = threading.Event(), select.finish_deletion
-
-    def slow(path: Path) -> None:
-        assert go.wait(20)
-        real(path)
-
-    monkeypatch.setattr(select, "finish_deletion", slow)
-    thread = select.prune(root, 1, up_to=12)
-    assert names(root) == ["checkpoint-12"] and select.newest(root).state.step == 12
-    assert (root / "checkpoint-4" / "model.safetensors").exists()
-    go.set()
-    thread.join()
-    assert everything(root) == ["checkpoint-12"]
 
 
 def test_a_checkpoint_of_a_newer_version_is_not_passed_over(root: Path) -> None:
@@ -192,7 +175,7 @@ def files(path: Path) -> list[str]:
 def test_files_of_the_user_stay_where_they_are(held: Path) -> None:
     said: list[str] = []
     for _ in range(2):
-        select.prune(held, 1, 4, said.append).join()
+        select.prune(held, 1, 4, said.append)
         assert files(held / "checkpoint-2") == list(MINE)
     assert len(said) == 1 and "checkpoint-2 is deleted, except for" in said[0] and "eval.json, gguf/q4.gguf" in said[0]
     choice = select.newest(held)
@@ -249,13 +232,13 @@ def test_links_are_not_followed(held: Path, tmp_path_factory: pytest.TempPathFac
     os.replace(held / "checkpoint-2", elsewhere)
     (held / "checkpoint-2").symlink_to(elsewhere)
     before = files(elsewhere)
-    select.prune(held, 1, 4).join()
+    select.prune(held, 1, 4)
     assert (held / "checkpoint-2").is_symlink() and files(elsewhere) == before
 
 
 def test_a_checkpoint_whose_state_is_unreadable_is_set_aside(held: Path) -> None:
     (held / "checkpoint-2" / STATE).write_text("{")
     before, said = files(held / "checkpoint-2"), []
-    select.prune(held, 1, 4, said.append).join()
+    select.prune(held, 1, 4, said.append)
     assert files(held / "checkpoint-2.damaged") == before and not (held / "checkpoint-2").exists()
     assert len(said) == 1 and "it is now checkpoint-2.damaged" in said[0]

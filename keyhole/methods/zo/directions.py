@@ -38,7 +38,6 @@ from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
 from keyhole.model.forward.captured import Branches
-from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.arguments import Count
@@ -234,10 +233,6 @@ class Dense:
             raise UserError(
                 "zo.rank: the state has learned low-rank factors, which would be lost; zo.rank must be as it was"
             )
-
-    def learned_beside(self, state: Saved) -> LowRank | None:
-        """The factors of a checkpoint, if its weights lack them."""
-        return None
 
 
 # -- closures: a step for any loss that can be computed from the model, differentiable or not --------------------------

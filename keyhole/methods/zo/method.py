@@ -46,7 +46,6 @@ from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
-from keyhole.model.forward.low_rank import LowRank as LowRankFactors
 from keyhole.model.structure.layout import Unit
 
 
@@ -203,10 +202,6 @@ class ZO(Method):
     def _counts(self) -> State:
         counts: State = {"step_count": self.step_count, "seed": self.settings.seed}
         return counts | self.directions.state()
-
-    def learned_beside(self, state: Saved) -> LowRankFactors | None:
-        """The factors of a checkpoint, if its weights lack them."""
-        return self.directions.learned_beside(state)
 
     def journal_update(self) -> torch.Tensor | None:
         """[lr, c_1 .. c_q] of the last step, applied or not."""

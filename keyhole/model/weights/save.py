@@ -40,7 +40,6 @@ from keyhole.disk.files import flush, flush_all, staged
 from keyhole.disk.tensors import SHARD_BYTES, Files, Ranges, Spec, create, fill, lay_out
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
-from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.model import Model
 from keyhole.model.structure.config_files import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
@@ -53,15 +52,15 @@ CONFIG = "config.json"
 
 def save_model(model: Model, path: Path, merged: bool = True) -> None:
     """model is a keyhole Model; its weights are at their homes (methods flush before they save). merged: as in
-    Model.named_tensors. NonFinite if one of them is NaN or infinity: nothing is written, and old files stay."""
+    Model.named_tensors. NonFinite if one of them is NaN or infinity: old files stay."""
     in_the_way = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None)
     if in_the_way is not None:
         raise UserError(f"{in_the_way} is a file, so the model is not saved to {path}; choose a directory")
-    bad = first_bad_tensor(model.named_tensors(merged))
-    if bad is not None:
-        raise NonFinite(f"{bad} holds NaN or infinity, so the model is not saved to {path}")
     with _staged_for(path) as temporary:
-        write_files(model, temporary, merged)
+        try:
+            write_files(model, temporary, merged)
+        except NonFinite as error:
+            raise NonFinite(f"{error}, so the model is not saved to {path}") from error
         flush_all(temporary)
         move_into_place(temporary, path)
 
@@ -72,11 +71,9 @@ def _staged_for(path: Path) -> AbstractContextManager[Path]:
 
 
 def write_files(model: Model, path: Path, merged: bool = True) -> None:
-    """Writes the files themselves: weights, config, generation config, tokenizer."""
-    if model.sharded:
-        write_parts(model, path)
-        return
-    tensors, names = chain(model.named_tensors(merged), saved_buffers(model.module).items()), names_on_disk(model)
+    """Writes the files themselves: weights, config, generation config, tokenizer. NonFinite: some are written."""
+    names = names_on_disk(model)
+    tensors = chain(finite(model.named_tensors(merged)), saved_buffers(model.module).items())
     if names is None:
         make_writable(getattr(model.module, "generation_config", None))
         with torch.no_grad(), no_progress_bars():
@@ -135,16 +132,13 @@ def move_into_place(temporary: Path, path: Path) -> None:
         flush(folder)
 
 
-def publish(checkpoint: Path, path: Path, names: Iterable[str], finish: Callable[[Path], None] | None = None) -> None:
+def publish(checkpoint: Path, path: Path, names: Iterable[str]) -> None:
     """Makes the model in `checkpoint` the model of the directory `path`. names: its files; FileNotFoundError if one is
-    missing, because somebody is deleting it. finish: called with copies of the files, which it may change."""
+    missing, because somebody is deleting it."""
     with _staged_for(path) as temporary:
         for name in names:
             (temporary / name).parent.mkdir(exist_ok=True)
-            linked = finish is None and name.endswith(".safetensors")
-            (_link_or_copy if linked else shutil.copyfile)(checkpoint / name, temporary / name)
-        if finish is not None:
-            finish(temporary)
+            (_link_or_copy if name.endswith(".safetensors") else shutil.copyfile)(checkpoint / name, temporary / name)
         flush_all(temporary)
         move_into_place(temporary, path)
 
@@ -156,26 +150,6 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def merge_files(model: Model, path: Path, factors: LowRank) -> None:
-    """Merges trained factors into the weight files that this model wrote to a directory, tensor by tensor."""
-    names = names_on_disk(model)
-    if names is None:
-        raise UserError(
-            f"model: {type(model.module).__name__} is stored in other tensors than it computes with, so factors cannot "
-            "be added to its files; stop at the end of a period (zo.refresh), or use model.save_pretrained"
-        )
-    files, specs = plan_files(model, names), {spec.name: spec for spec in weight_specs(model)}
-    for tensor in model.layout.tensors:
-        if tensor.name not in names or factors.sample(tensor) is None:
-            continue
-        place, spec = files.places[names[tensor.name]], specs[tensor.name]
-        stored = torch.empty(spec.shape, dtype=spec.dtype)
-        with (path / place.file).open("rb") as file:
-            file.seek(place.offset)
-            file.readinto(stored.view(-1).view(torch.uint8).numpy().data)
-        fill(path, place, factors.as_saved(tensor, stored.to(model.device)))
-
-
 def check_names(model: Model) -> None:
     """Refuses, before training, a model whose files store other tensors than it computes with."""
     if model.sharded and names_on_disk(model) is None:
@@ -183,16 +157,6 @@ def check_names(model: Model) -> None:
             f"model: {type(model.module).__name__} is stored in other tensors than it computes with, which ranks "
             "cannot write by parts; start it without torchrun, or with method=zo"
         )
-
-
-def bad_tensor(model: Model) -> str | None:
-    """The name of a tensor with NaN or infinity on any rank; None if all are finite."""
-    if not model.sharded:
-        return first_bad_tensor(model.named_tensors(merged=False))
-    if model.ranks.is_leader:
-        model.call_others("check")
-    own = first_bad_tensor((name, part) for name, _, part in model.own_tensors())
-    return next((name for name in model.ranks.objects(own) if name is not None), None)
 
 
 def write_parts(model: Model, path: Path | None) -> None:
@@ -238,22 +202,24 @@ def _write_together(
     ranks: Ranks, make: Callable[[], None], files: Files, path: Path, own: Iterable[tuple[str, int, torch.Tensor]]
 ) -> None:
     """The leader makes the files; then every rank writes its own elements at their places. The leader raises if one of
-    them failed."""
+    them failed, or has numbers that are not finite."""
 
     def write() -> None:
         for name, begin, part in own:
+            if first_bad_tensor([(name, part)]) is not None:
+                raise NonFinite(f"{name} holds NaN or infinity")
             fill(path, files.places[name], part, begin, flush=True)
 
     for act in (make if ranks.is_leader else lambda: None, write):
-        fault = None
+        fault: OSError | NonFinite | None = None
         try:
             act()
-        except OSError as error:
-            fault = str(error)
-        faults = {rank: said for rank, said in enumerate(ranks.objects(fault)) if said is not None}
-        if faults and ranks.is_leader:
-            rank, said = next(iter(faults.items()))
-            raise OSError(f"rank {rank}: {said}")
+        except (OSError, NonFinite) as error:
+            fault = error
+        found = ranks.objects(fault)
+        for rank, one in enumerate(found if ranks.is_leader else ()):
+            if one is not None:
+                raise type(one)(f"rank {rank}: {one}") from one
 
 
 # -- which files these are, planned without reading a weight -----------------------------------------------------------
@@ -267,6 +233,14 @@ def first_bad_tensor(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 return name
     return None
+
+
+def finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, one after the other; NonFinite at the first that is not finite."""
+    for name, tensor in tensors:
+        if first_bad_tensor([(name, tensor)]) is not None:
+            raise NonFinite(f"{name} holds NaN or infinity")
+        yield name, tensor
 
 
 def names_on_disk(model: Model) -> dict[str, str] | None:

@@ -13,7 +13,6 @@ cannot be called look by look), the model is a classifier, its head has layers, 
 other than rows of tokens.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -163,14 +162,3 @@ class LowRank(Dense):
     def load(self, state: Saved, steps: int) -> None:
         saved.check_guide(self.factors, state, guided=self.guide is not None)
         saved.from_state(self.factors, state, steps)
-
-    def learned_beside(self, state: Saved) -> FactoredLayers | None:
-        """The same layers with the factors of a checkpoint; the model does not use them."""
-        steps, own = int(state["step_count"]), self.factors
-        if steps % own.refresh == 0 and "kept" not in state:
-            return None
-        twin, factors = copy.copy(self.layers), copy.copy(own)
-        factors.now, factors.v = torch.empty_like(own.now), torch.empty_like(own.v)
-        saved.from_state(factors, state, steps, homes=False)
-        twin.factors = factors
-        return twin

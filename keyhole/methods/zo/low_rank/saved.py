@@ -67,13 +67,12 @@ def _changing(factors: Factors) -> list[Unit]:
     return [unit for unit in others if any(t.param.requires_grad or id(t) in drawn for t in unit.tensors)]
 
 
-def from_state(factors: Factors, state: Saved, steps: int, homes: bool = True) -> None:
-    """Loads the tensors of a checkpoint after `steps` steps. homes: for a light checkpoint, also the weights at home
-    that it contains."""
+def from_state(factors: Factors, state: Saved, steps: int) -> None:
+    """Loads the tensors of a checkpoint after `steps` steps, and the weights at home that a light one contains."""
     if "factors" not in state or state["factors"].shape != factors.now.shape:
         raise UserError("zo.rank: the checkpoint has no factors of this rank; zo.rank must be as it was")
     factors.now.copy_(state["factors"])
-    if not factors.folds and homes:
+    if not factors.folds:
         _take_homes(factors, state)
     device, period = factors.now.device, steps // factors.refresh
     factors.steps, before = steps, factors.kept
