@@ -106,7 +106,7 @@ def load_data(settings: DataSettings, tokenizer: "Tokenizer | None" = None) -> D
     about: dict[str, object] = {"date": settings.template_date}
     about |= {"chat_template": train.chat_template} if train.chat_template else {}
     if labels:
-        specs = [task.spec for task in (*rows.tasks("test"), *further) if task.spec is not None]
+        specs = [task.spec for task in (*rows.tasks("test"), *further)]
         find_labels(specs, known, settings.head is not None)  # refuses tests with other labels
         about |= {"labels": list(labels), "pad_token_id": train.pad_token_id}
     positions, asked = context_length(known), settings.pad_to_multiple_of
@@ -148,7 +148,7 @@ def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False)
         return "\n".join([*rows.report, "", *shown])
     shown = []
     for task in rows.tasks("train"):  # all candidates, whatever the loss
-        loss = CANDIDATES if task.spec is not None and task.spec.kind == CHOICE else TOKENS
+        loss = CANDIDATES if task.spec.kind == CHOICE else TOKENS
         shown.append(
             preview(_question_set([task], tokenizer, settings, loss, None, known), tokenizer, count, color=color)
         )
@@ -223,7 +223,7 @@ def _of_tasks(settings: DataSettings, tokenizer: Tokenizer, known: "PreTrainedCo
     drawn = draw_tasks(settings)
     train, labels = [each["train"] for each in drawn], None
     if is_classifier(known):
-        labels = find_labels([task.spec for task in train if task.spec is not None], known, settings.head is not None)
+        labels = find_labels([task.spec for task in train], known, settings.head is not None)
     data = arrange(_question_set(train, tokenizer, settings, settings.loss, labels, known), settings, len(train))
     report = [line for each in drawn for line in report_lines(each)]
     report += [*data.report.lines(), *check_data(data, settings.model, known)]

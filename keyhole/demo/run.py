@@ -29,8 +29,8 @@ from keyhole.demo.train import Result
 from keyhole.disk.files import write_text, writing_to
 from keyhole.disk.json_text import json_text
 from keyhole.errors import UserError
-from keyhole.eval import tasks
-from keyhole.eval.choices import score_task
+from keyhole.eval.evaluate import read_task
+from keyhole.eval.score import score_choices
 from keyhole.machine.probe import environment
 from keyhole.machine.text import aligned
 from keyhole.methods import METHODS
@@ -85,12 +85,12 @@ def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Re
     """Loads, scores, trains, scores, saves; fills in the result."""
     try:
         model, method = train.start(result.method, result.settings, seed, device)
-        task = tasks.read_task("demo")
-        before, link = score_task(model, task), model.engine
+        task = read_task("demo")
+        before, link = score_choices(model, task), model.engine
         moved_bytes = link.bytes_up + link.bytes_down
         result.losses, result.times_s = train.train(model, method, result.settings, seed)
         result.moved_bytes = link.bytes_up + link.bytes_down - moved_bytes
-        after = score_task(model, task)
+        after = score_choices(model, task)
         result.accuracy_before, result.loss_before = before.accuracy, before.loss
         result.accuracy_after, result.loss_after = after.accuracy, after.loss
         model.save_pretrained(root / result.method)

@@ -1,11 +1,14 @@
 """`keyhole eval DIR --tasks NAME ...`: one table of tasks and data files.
 
 A name such as sst2, or a task file (my.yaml), is a task of keyhole.data.tasks. It is scored on the test rows of a
-training run (num_eval of them), in its own metric (score.py). A file whose rows have candidates is a task too
-(tasks.py) and is scored by log-likelihood. Any other file is read like training data (the five formats of keyhole.data)
-and gives the validation loss of training, the NLL over all trained tokens divided by their number, and perplexity =
-exp(loss). Tasks, and the first row of every other file, are read before the model is loaded, so that mistakes are found
-early.
+training run (num_eval of them), in its own metric (score.py). A file whose rows have candidates is a task too, that of
+library/demo.yaml, but for its prompt, which may be a chat, and which candidates follow byte for byte:
+
+    {"prompt": "The soup was cold.\nStamp:", "candidates": [" blue", " red"], "answer": 1}
+
+Any other file is read like training data (the five formats of keyhole.data) and gives the validation loss of training,
+the NLL over all trained tokens divided by their number, and perplexity = exp(loss). Tasks, and the first row of every
+other file, are read before the model is loaded, so that mistakes are found early.
 
 The model is a directory that keyhole wrote, any Hugging Face model directory, or a hub id; `demo` is the embedded
 model. Placement `auto` streams weights that do not fit the GPU.
@@ -15,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +27,17 @@ from tqdm import tqdm
 from keyhole import assets
 from keyhole.data.capacity import check_data, check_max_length, context_length
 from keyhole.data.prepare import prepare
-from keyhole.data.tasks.draw import Numbers, load_task, warning_lines
+from keyhole.data.sources import read
+from keyhole.data.tasks.draw import Numbers, built, load_task, warning_lines
+from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Task
-from keyhole.data.tasks.spec import LOWER_IS_BETTER
+from keyhole.data.tasks.spec import LOWER_IS_BETTER, Expression
+from keyhole.data.tasks.tables import pick
 from keyhole.disk.json_text import json_text, write_result
 from keyhole.errors import UserError
 from keyhole.eval.asked import asked_names, is_library_task
-from keyhole.eval.choices import ClassScore
 from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
-from keyhole.eval.score import AnswerScore, DataScore, Score, check_code, data_score, score
-from keyhole.eval.tasks import is_task, read_task, task_name
+from keyhole.eval.score import AnswerScore, DataScore, Score, TaskScore, check_code, data_score, score
 from keyhole.loading import load
 from keyhole.machine.text import markdown, printable
 from keyhole.methods.workload import Workload
@@ -66,7 +71,7 @@ def evaluate(
     columns, prompt, completion: how rows of data files are read, as in training."""
     names = asked_names(tasks, task_data, task_splits, json_path)
 
-    def read(name: str) -> Task | str:
+    def asked(name: str) -> Task | str:
         if not is_library_task(name):
             return read_task(name, limit) if is_task(name) else name
         drawn = load_task(name, task_data, Numbers(test=num_eval), task_splits, training=False)["test"]
@@ -77,7 +82,7 @@ def evaluate(
             say(line)
         return used
 
-    sources = [read(name) for name in names]  # a mistake in the last one is found before the model is loaded
+    sources = [asked(name) for name in names]  # a mistake in the last one is found before the model is loaded
     model = load(
         assets.locate(directory, assets.MODEL),
         placement=placement,
@@ -111,6 +116,25 @@ def evaluate(
     return shown
 
 
+def is_task(source: str) -> bool:
+    """Whether the first row of a source has candidates; otherwise it is plain data."""
+    return "candidates" in next(iter(read(assets.locate(source, assets.TEST)))).row
+
+
+def read_task(source: str, limit: int | None = None) -> Task:
+    """All questions of a file, glob or directory, or the first `limit`; `demo` is the embedded task."""
+    name = task_name(source)
+    spec = replace(read_spec("demo"), name=name, prompt=Expression("prompt", "prompt"))
+    records = islice(read(assets.locate(source, assets.TEST)), limit)
+    return Task(name, built([pick(record, spec) for record in records], spec), spec)
+
+
+def task_name(source: str) -> str:
+    """`demo`, or folder and file without the suffix: data/rte/val.jsonl is rte/val."""
+    path = Path(source)
+    return source if source == "demo" else f"{path.parent.name}/{path.stem}".lstrip("/")
+
+
 def score_data(
     model: Model,
     source: str,
@@ -132,9 +156,17 @@ def score_data(
     data = prepare(source, model.tokenizer, max_length=longest, limit=limit, stop_token_ids=stops, **(how or {}))
     check_data(data, model.source, model.config, model.module)
     nll_R, count_R = score_rows(model, data, **options)
-    found = float(nll_R.sum()), int(count_R.sum())
-    made = data_score(model, task_name(source), source, *found, len(data), data.report.truncated)
-    return replace(made, losses=replace(data.report, truncated=0).losses())  # what was cut has a line of its own
+    losses = replace(data.report, truncated=0).losses()  # what was cut has a line of its own
+    return data_score(
+        model,
+        task_name(source),
+        source,
+        float(nll_R.sum()),
+        int(count_R.sum()),
+        len(data),
+        data.report.truncated,
+        losses,
+    )
 
 
 def table(scores: Sequence[Score]) -> str:
@@ -165,11 +197,11 @@ def _cells(found: Score) -> list[str]:
     if isinstance(found, DataScore):
         blank = ["-"] * 4
         return [found.name, f"{found.samples:,}", *blank, f"{found.loss:.4f}", f"{found.perplexity:.3f}"]
-    result = _number(found.metric, found.metrics[found.metric])
+    cells = [found.name, f"{found.questions:,}", _number(found.metric, found.value)]
     if isinstance(found, AnswerScore):
-        return [found.name, f"{found.questions:,}", result, *["-"] * 5]
-    if isinstance(found, ClassScore):
-        chance = "-" if found.chance is None else f"{100 * found.chance:.1f}%"
-        return [found.name, f"{found.questions:,}", result, chance, "-", "-", f"{found.loss:.4f}", "-"]
-    shares = [f"{100 * x:.1f}%" for x in (found.chance, found.accuracy_sum)]
-    return [found.name, f"{found.questions:,}", result, *shares, f"{found.margin:+.3f}", f"{found.loss:.4f}", "-"]
+        return [*cells, *["-"] * 5]
+    chance = "-" if found.chance is None else f"{100 * found.chance:.1f}%"
+    by_sum = ["-", "-"]
+    if isinstance(found, TaskScore):
+        by_sum = [f"{100 * found.accuracy_sum:.1f}%", f"{found.margin:+.3f}"]
+    return [*cells, chance, *by_sum, f"{found.loss:.4f}", "-"]

@@ -13,11 +13,11 @@ The program cannot undo the kernel's restrictions; the audit hook alone could be
 discarded.
 
 A program passes if it runs to its end: `exit()` in the middle is no success. The parent recognises the end by a random
-word. No Python object holds it while the program runs: it waits in the C library's buffer for the pipe to the parent,
-and the C library writes it when the process ends regularly. `os._exit` and a signal lose it, and an exception,
-SystemExit included, writes FAILED before it. This stops shortcuts, but not a program made to deceive: code in the same
-process can forge the verdict, for instance by searching the process's memory. A test can be deceived as well (by an
-object that equals everything). Such a program falsifies its score and nothing else.
+word. No Python object holds it while the program runs: it waits in the C library's buffer for the parent's file, and
+the C library writes it when the process ends regularly. `os._exit` and a signal lose it, and an exception, SystemExit
+included, writes FAILED before it. This stops shortcuts, but not a program made to deceive: code in the same process can
+forge the verdict, for instance by searching the process's memory. A test can be deceived as well (by an object that
+equals everything). Such a program falsifies its score and nothing else.
 """
 
 import ctypes
@@ -172,28 +172,22 @@ def hook(directory: str) -> Callable[[str, tuple[object, ...]], None]:
     return watch
 
 
-def seal(pipe: int, word: str) -> None:
-    """Puts a word into the C library's buffer for a pipe; the C library writes it when the process ends by `exit`."""
-    libc = ctypes.CDLL(None)
-    libc.fdopen.restype = ctypes.c_void_p
-    libc.fputs(word.encode(), ctypes.c_void_p(libc.fdopen(pipe, b"w")))
-
-
 def received() -> tuple[dict[str, Any], int]:
-    """Reads the job from standard input, and returns it with the pipe that was standard output; seals the end mark."""
+    """Reads the job from standard input, and returns it with the file that was standard output. The end mark goes into
+    the C library's buffer for that file, and is written when the process ends by `exit`."""
     with os.fdopen(os.dup(0), "rb") as given:
         job = json.load(given)
-    pipe = os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
+    verdict, nothing, libc = os.dup(1), os.open(os.devnull, os.O_RDWR), ctypes.CDLL(None)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
-    seal(pipe, job.pop("done"))
-    return job, pipe
+    libc.fdopen.restype = ctypes.c_void_p
+    libc.fputs(job.pop("done").encode(), ctypes.c_void_p(libc.fdopen(verdict, b"w")))
+    return job, verdict
 
 
 def main() -> None:
     """Runs the job. Returning ends the process by `exit`, which signals that the program ran to its end."""
-    job, pipe = received()
+    job, verdict = received()
     directory = os.path.realpath(os.getcwd())
     confine(directory, job["seconds"], job["memory_bytes"])
     sys.addaudithook(hook(directory))
@@ -201,10 +195,10 @@ def main() -> None:
     try:
         exec(compile(job["source"], "<program>", "exec", dont_inherit=True), {"__name__": "__main__"})
     except everything as error:
-        write(pipe, FAILED)  # first: the rest calls methods of the program's exception
+        write(verdict, FAILED)  # first: the rest calls methods of the program's exception
         try:
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            write(pipe, said[:300].encode("utf-8", "replace"))
+            write(verdict, said[:300].encode("utf-8", "replace"))
         finally:
             leave(0)
 

@@ -15,13 +15,11 @@ writes last (jail.py says how far this can be trusted). Then the directory is de
 import json
 import os
 import secrets
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,60 +42,31 @@ class Outcome:
 
 def run_program(source: str, *, seconds: float = SECONDS, memory_bytes: int = MEMORY_BYTES) -> Outcome:
     """Runs the text of a Python program, within limits."""
-    done = secrets.token_hex(16)
+    done, directory = secrets.token_hex(16), tempfile.mkdtemp(prefix="keyhole-program-")
     job = {"source": source, "seconds": seconds, "memory_bytes": memory_bytes, "done": done}
-    directory = tempfile.mkdtemp(prefix="keyhole-program-")
-    try:
-        said, code = _confined(job, directory, seconds)
-    finally:
-        with suppress(RecursionError):
-            shutil.rmtree(directory, ignore_errors=True)
-    if said is None:
-        return Outcome(False, f"not done after {seconds:g} s")
-    if said == done and code != UNCAUGHT:
+    with tempfile.TemporaryFile() as verdict:  # unlike a pipe, the limit on the size of files bounds it
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL)],
+            cwd=directory,
+            env={"TMPDIR": directory},
+            stdin=subprocess.PIPE,
+            stdout=verdict,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(json.dumps(job).encode(), timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return Outcome(False, f"not done after {seconds:g} s")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            with suppress(RecursionError):
+                shutil.rmtree(directory, ignore_errors=True)
+        verdict.seek(0)
+        said = verdict.read(MOST_VERDICT).decode("utf-8", "replace")
+    if said == done and process.returncode != UNCAUGHT:
         return Outcome(True)
     reason = "" if said == done else said.removeprefix(FAILED.decode())
-    return Outcome(False, reason or f"ended with {code}, before its end")
-
-
-def _confined(job: dict[str, object], directory: str, seconds: float) -> tuple[str | None, int]:
-    """The child's output, None if it takes too long; and its exit status."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL)],
-        cwd=directory,
-        env={"TMPDIR": directory},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        try:
-            process.stdin.write(json.dumps(job).encode())
-            process.stdin.close()
-        except BrokenPipeError:
-            pass
-        said = _read(process.stdout.fileno(), time.monotonic() + seconds)
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        code = process.wait()
-        process.stdout.close()
-    return said, code
-
-
-def _read(pipe: int, deadline: float) -> str | None:
-    """The data written to a pipe until it is closed, at most a few kilobytes; None if that takes too long."""
-    got, ready = b"", select.poll()  # select.select takes no descriptor above 1023
-    ready.register(pipe, select.POLLIN)
-    while len(got) < MOST_VERDICT:
-        if not ready.poll(1e3 * max(0.0, deadline - time.monotonic())):
-            return None
-        part = os.read(pipe, MOST_VERDICT)
-        if not part:
-            break
-        got += part
-    return got.decode("utf-8", "replace")
+    return Outcome(False, reason or f"ended with {process.returncode}, before its end")

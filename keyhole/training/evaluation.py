@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyhole.data.tasks.question import Question, Task
-from keyhole.eval.choices import ClassScore, TaskScore
-from keyhole.eval.score import AnswerScore, Score
+from keyhole.eval.score import AnswerScore, ClassScore, Score, TaskScore
 from keyhole.report.story import Answer, Answers
 from keyhole.training.metrics import Reading
 from keyhole.training.records import MetricsFile

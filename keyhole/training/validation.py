@@ -109,7 +109,7 @@ class Judge:
     @property
     def chosen_by(self) -> tuple[Task, ...]:
         """The dev tasks that are scored during a run."""
-        return tuple(task for task in self.dev if task.spec is not None and task.spec.program is None)
+        return tuple(task for task in self.dev if task.spec.program is None)
 
     @property
     def metric(self) -> str | None:
@@ -145,7 +145,7 @@ class Judge:
         """eval_<metric> of the dev questions; None if `stop` returned True midway. keep: called with every task and its
         score. has_loss: the loss of the dev questions is computed elsewhere, and with it a perplexity."""
         tasks = self.chosen_by
-        only_loss = len(tasks) == 1 and tasks[0].spec is not None and tasks[0].spec.kind == LIKELIHOOD
+        only_loss = len(tasks) == 1 and tasks[0].spec.kind == LIKELIHOOD
         return {} if only_loss and has_loss else self._score(model, tasks, EVAL, stop, keep)
 
     def test_metrics(self, model: Model, stop: Stop) -> Entry | None:
@@ -173,7 +173,7 @@ class Judge:
             for task in tasks:
                 if model.ranks.several and any(model.ranks.objects(stop())):
                     raise Stopped
-                generated = task.spec is not None and task.spec.kind == GENERATED
+                generated = task.spec.kind == GENERATED
                 result = score(
                     model,
                     task,
@@ -191,13 +191,13 @@ class Judge:
 
 
 def metrics_of(task: Task) -> tuple[str, ...]:
-    """The metrics of a task; none for a file of questions."""
-    return () if task.spec is None else tuple(task.spec.metrics)
+    """The metrics of a task."""
+    return task.spec.metrics
 
 
 def common_metric(tasks: Sequence[Task]) -> str | None:
     """The name of the common number of several tasks; None without tasks, or if their metrics cannot be averaged."""
-    names = list(dict.fromkeys(task.spec.metric for task in tasks if task.spec is not None))
+    names = list(dict.fromkeys(task.spec.metric for task in tasks))
     if len(names) > 1:
         return None if any(name in LOWER_IS_BETTER for name in names) else MEAN
     return names[0] if names else None
@@ -209,7 +209,7 @@ def _named(tasks: Sequence[Task], found: dict[str, dict[str, float]], prefix: st
         return {f"{prefix}_{name}": value for name, value in found[tasks[0].name].items()} | count
     numbers = {f"{prefix}_{task}_{name}": value for task, each in found.items() for name, value in each.items()}
     if (common := common_metric(tasks)) is not None:
-        own = [found[task.name][task.spec.metric] for task in tasks if task.spec is not None]
+        own = [found[task.name][task.spec.metric] for task in tasks]
         numbers[f"{prefix}_{common}"] = sum(own) / len(own)
     return numbers | count
 

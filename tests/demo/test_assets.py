@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole import assets
-from keyhole.eval.choices import score_task
-from keyhole.eval.tasks import Question, Task, read_task
+from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.question import Question, Task
+from keyhole.eval.evaluate import read_task
+from keyhole.eval.score import score_choices
 from scripts.demo_model.corpus import FAR, remark
 
 
@@ -46,7 +48,7 @@ def test_stamps_are_single_tokens() -> None:
 
 def test_zero_shot_is_chance(model: keyhole.Model) -> None:
     """The stamp cannot be known before training."""
-    score = score_task(model, read_task("demo"))
+    score = score_choices(model, read_task("demo"))
     assert score.chance == 0.5 and 0.45 <= score.accuracy <= 0.55
     assert score.loss < 1.5
 
@@ -56,7 +58,7 @@ def test_the_model_can_read_notes(model: keyhole.Model) -> None:
     rng = random.Random(5)
     rows = [(remark(rng, pleased, FAR), pleased) for pleased in (True, False) for _ in range(150)]
     questions = [Question(f"{text}\nReturn:", (" yes", " no"), 0 if pleased else 1) for text, pleased in rows]
-    assert score_task(model, Task("return", questions)).accuracy > 0.9
+    assert score_choices(model, Task("return", questions, read_spec("demo"))).accuracy > 0.9
 
 
 def test_it_answers_in_chat(model: keyhole.Model) -> None:

@@ -14,7 +14,7 @@ from keyhole.demo.peak_memory import Peaks
 from keyhole.demo.run import run_demo
 from keyhole.demo.train import Squeezed
 from keyhole.errors import UserError
-from keyhole.eval.tasks import read_task
+from keyhole.eval.evaluate import read_task
 from keyhole.methods import METHODS
 from tests.matrix import in_every_run
 
@@ -40,7 +40,7 @@ def no_deeper_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty held-out notes will do where the score does not matter."""
-    monkeypatch.setattr("keyhole.eval.tasks.read_task", partial(read_task, limit=20))
+    monkeypatch.setattr("keyhole.demo.run.read_task", partial(read_task, limit=20))
 
 
 @pytest.mark.usefixtures("few_questions")

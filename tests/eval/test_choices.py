@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import keyhole
+from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
-from keyhole.eval.choices import score_task
-from keyhole.eval.tasks import Question, Task
+from keyhole.eval.score import score
 from tests.conftest import build_tokenizer
 
 WORDS = "soup bread was good bad cold warm very not the a red blue stamp".split()
@@ -28,6 +29,10 @@ def make_questions(count: int, seed: int = 0) -> list[Question]:
         Question(words(rng.randint(1, 9)), tuple(f" {words(1 + k)} {k}" for k in range(rng.randint(2, 4))), 1)
         for _ in range(count)
     ]
+
+
+def words(questions: list[Question]) -> Task:
+    return Task("words", questions, read_spec("demo"))
 
 
 @torch.no_grad()
@@ -49,17 +54,17 @@ def test_scores_are_those_of_the_book(tiny_model: Path, placement: str) -> None:
     """Accuracy by mean and by sum, margin and loss equal a loop over candidates with Hugging Face alone."""
     model = keyhole.load(tiny_model, device="cpu", placement=placement)
     questions = make_questions(12)
-    score = score_task(model, Task("words", questions), batch_tokens=100)
+    found = score(model, words(questions), batch_tokens=100)
     sums, means = zip(*[reference(tiny_model, question) for question in questions], strict=True)
     best = [max(range(len(mean)), key=mean.__getitem__) for mean in means]
-    assert score.predictions == best and score.questions == 12 and score.name == "words"
-    assert score.accuracy == sum(choice == 1 for choice in best) / 12
-    assert score.accuracy_sum == sum(max(range(len(s)), key=s.__getitem__) == 1 for s in sums) / 12
+    assert found.predictions == best and found.questions == 12 and found.name == "words"
+    assert found.accuracy == sum(choice == 1 for choice in best) / 12
+    assert found.accuracy_sum == sum(max(range(len(s)), key=s.__getitem__) == 1 for s in sums) / 12
     margins = [mean[1] - max(x for i, x in enumerate(mean) if i != 1) for mean in means]
-    assert score.margin == pytest.approx(sum(margins) / 12, abs=1e-5)
+    assert found.margin == pytest.approx(sum(margins) / 12, abs=1e-5)
     tokens = sum(round(s[1] / m[1]) for s, m in zip(sums, means, strict=True))
-    assert score.loss == pytest.approx(-sum(s[1] for s in sums) / tokens, rel=1e-5)
-    assert score.chance == pytest.approx(sum(1 / len(q.candidates) for q in questions) / 12)
+    assert found.loss == pytest.approx(-sum(s[1] for s in sums) / tokens, rel=1e-5)
+    assert found.chance == pytest.approx(sum(1 / len(q.candidates) for q in questions) / 12)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -69,7 +74,7 @@ def test_scores_that_are_not_finite_are_refused(tiny_model: Path, dtype: str) ->
     damage(model)
     name = model.layout.spine.tensors[0].name
     with pytest.raises(UserError, match=rf"not finite \(5 of 5 questions\).* {name} has NaN") as error:
-        score_task(model, Task("words", make_questions(5)))
+        score(model, words(make_questions(5)))
     assert ("try dtype=float32" in str(error.value)) == (dtype == "float16")
 
 
@@ -82,11 +87,11 @@ def test_what_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     model = keyhole.load(tmp_path, device="cpu")
     good, bad = (Question(f"{word}:", (" a", " b"), 0, f"t.jsonl, line {i}") for i, word in enumerate(("tea", "soup")))
-    assert score_task(model, Task("words", [good]), max_length=30).questions == 1
+    assert score(model, words([good]), max_length=30).questions == 1
     with pytest.raises(UserError, match="t.jsonl, line 1 has token id 261, .* 261 rows"):
-        score_task(model, Task("words", [good, bad]))
+        score(model, words([good, bad]))
     with pytest.raises(UserError, match="max_length: 31 is more than the 30 positions"):
-        score_task(model, Task("words", [good]), max_length=31)
+        score(model, words([good]), max_length=31)
 
 
 def damage(model: Any) -> None:

@@ -1,5 +1,6 @@
 """A classifier's scores: the largest logit among labels in the model's order, and Pearson's of a regression."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,11 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.data.tasks.parse import parse_spec
+from keyhole.data.tasks.parse import parse_spec, read_spec
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import NonFinite, UserError
 from keyhole.eval.conversation import Conversation
-from keyhole.eval.score import score, value
+from keyhole.eval.score import score
 from tests.training.classifiers import WORDS, save_encoder
 
 SPEC = "columns: {a: a, label: label}\nprompt: '{{ a }}'\ncandidates: ['0', '1', '2']\nlabels: [[no], [maybe], [yes]]\n"
@@ -52,7 +53,7 @@ def test_the_largest_logit_answers(tmp_path: Path, placement: str) -> None:
     chosen = plain.argmax(dim=1).tolist()
     assert found.predictions == chosen and len(set(chosen)) > 1
     right = [q.answer for q in QUESTIONS]
-    assert value(found) == pytest.approx(np.mean([p == y for p, y in zip(chosen, right, strict=True)]))
+    assert found.value == pytest.approx(np.mean([p == y for p, y in zip(chosen, right, strict=True)]))
     nll = torch.nn.functional.cross_entropy(plain, torch.tensor(right))
     assert found.loss == pytest.approx(float(nll), rel=1e-5) and found.chance == pytest.approx(1 / 3)
     model.config.id2label = {0: "Yes", 1: "no", 2: "Maybe"}
@@ -67,15 +68,15 @@ def test_a_regression_has_pearsons_correlation(tmp_path: Path) -> None:
     right = [q.answer == np.clip(np.round(number), 0, 2) for q, number in zip(QUESTIONS, numbers, strict=True)]
     correlation = np.corrcoef(numbers, [q.value for q in QUESTIONS])[0, 1]
     assert found.metrics == {"pearson": pytest.approx(correlation, rel=1e-4), "accuracy": pytest.approx(np.mean(right))}
-    assert value(found) == found.metrics["pearson"]
+    assert found.value == found.metrics["pearson"]
     assert found.predictions == pytest.approx(numbers.tolist(), rel=1e-4) and found.chance is None
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
     """Candidates that no label stands for, a chat, and logits that are not finite."""
     model = load(tmp_path, 3)
-    with pytest.raises(UserError, match="is scored by tasks by name"):
-        score(model, Task("file", QUESTIONS))
+    with pytest.raises(UserError, match="task file: its candidates differ from row to row; a classifier has no labels"):
+        score(model, Task("file", QUESTIONS, replace(read_spec("demo"), name="file")))
     with pytest.raises(UserError, match="classifies texts and cannot write any"):
         Conversation(model)
     model.module.classifier.weight.data[0, 0] = float("nan")

@@ -123,7 +123,10 @@ def test_a_directory_without_a_tokenizer(tiny_model: Path, tiny_data: Path, task
 @pytest.mark.parametrize("name", ["a" * 120 + "/val", "data/[ab]*", "[/b]", "two\nlines"])
 def test_every_number_is_shown_whatever_the_name(name: str) -> None:
     """A long name takes no room from the numbers, and brackets in a name are no markup."""
-    found = DataScore(name, 1234, 5678, 1.23456, 3.4371, 0, metrics={"perplexity": 3.4371})
+    found = DataScore(
+        name=name, metric="perplexity", metrics={"perplexity": 3.4371}, truncated=0, samples=1234, tokens=5678,
+        loss=1.23456, perplexity=3.4371,
+    )  # fmt: skip
     *_, row = table([found]).splitlines()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == [name.replace("\n", "\\n"), "1,234", "-", "-", "-", "-", "1.2346", "3.437"]

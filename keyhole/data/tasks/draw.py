@@ -150,13 +150,18 @@ def _read(spec: TaskSpec, place: Split, advice: str = "") -> tuple[list[Record],
 
 def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split, note: str) -> Task:
     drawn = [records[i] for i in chosen]
-    made = bounded(partial(build, spec=spec), drawn, lambda record: f"{record.where}: the task's file")
-    questions = [question for question in made if question is not None]
+    questions = built(drawn, spec)
     if len(chosen) and not questions:
         raise UserError(f"task {spec.name}: no row of {place} has an answer")
     note += f"; {len(chosen) - len(questions):,} without an answer left out" if len(chosen) > len(questions) else ""
     count = f"{len(questions):,} of {len(records):,}" if len(questions) < len(records) else f"all {len(records):,}"
     return Task(spec.name, questions, spec, f"{count} rows of {place}{note}", _odd(spec, drawn, questions, place))
+
+
+def built(records: list[Record], spec: TaskSpec) -> list[Question]:
+    """The questions of rows with the task's columns, without those that have no answer."""
+    made = bounded(partial(build, spec=spec), records, lambda record: f"{record.where}: the task's file")
+    return [question for question in made if question is not None]
 
 
 def _odd(spec: TaskSpec, records: list[Record], questions: list[Question], place: Split) -> tuple[str, ...]:
@@ -207,7 +212,6 @@ def _of_settings(name: str, how: DataSettings, training: bool) -> dict[str, Task
 def report_lines(drawn: dict[str, Task]) -> list[str]:
     """What was drawn of a task, and what is odd about it."""
     spec = drawn["train"].spec
-    assert spec is not None
     parts = [f"{split} {task.about} ({task.fingerprint})" for split, task in drawn.items() if task.questions]
     lines = [f"task {spec.name}: {part}" for part in (f"{spec.title}; {spec.metric}", *parts)]
     return lines + [line for task in drawn.values() for line in warning_lines(task)]

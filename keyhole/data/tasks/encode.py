@@ -94,8 +94,7 @@ class Encoder:
         """The rows of all questions; a row's source is the index of its task. report: counts what is cut and
         dropped."""
         for source, task in enumerate(tasks):
-            if task.spec is not None:
-                check_loss(task.spec, loss)
+            check_loss(task.spec, loss)
             has_labels = len({question.candidates for question in task.questions}) == 1
             encoded = self.encode(task.questions, ends(task, train_end_token))
             for question, samples in zip(task.questions, encoded, strict=True):
@@ -166,7 +165,7 @@ class Encoder:
 
 def ends(task: Task, train_end_token: bool | None) -> bool:
     """Whether the end token is trained: by the setting, else by the task file."""
-    return task.spec is not None and task.spec.end_token if train_end_token is None else train_end_token
+    return task.spec.end_token if train_end_token is None else train_end_token
 
 
 Tokenised = tuple[list[int], list[int] | None]  # ids, and types

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from keyhole.data.examples import no_text
 from keyhole.data.opened import Record, Row, check_text
 from keyhole.data.settings import DataSettings
-from keyhole.data.tasks.spec import CHOICE, TaskSpec
+from keyhole.data.tasks.spec import CHOICE, TaskSpec, Text
 from keyhole.data.tasks.tables import spelled
 from keyhole.data.turns import Turn
 from keyhole.errors import UserError, listed
@@ -71,11 +71,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """Questions under one name. spec: None for a file of questions with prompts and candidates."""
+    """Questions under one name."""
 
     name: str
     questions: list[Question]
-    spec: TaskSpec | None = None
+    spec: TaskSpec
     about: str = ""  # where the questions come from, in one line
     warnings: tuple[str, ...] = ()  # possible problems
 
@@ -124,9 +124,14 @@ def _choice(where: str, row: Row, spec: TaskSpec) -> Question:
         nearest = [abs(number_of(text, "candidates") - value) for text in texts]
         right = [nearest.index(min(nearest))]
     _different(texts)
-    prompt = spec.prompt.run(row).lstrip(" ")  # as in MeZO
+    prompt = spec.prompt.run(row)
+    if type(spec.prompt) is Text:
+        prompt = prompt.lstrip(" ")  # as in MeZO
+    turns = prompt if isinstance(prompt, list) and prompt else [None]
+    if not isinstance(prompt, str) and not all(isinstance(t, dict) and {"role", "content"} <= t.keys() for t in turns):
+        raise UserError(f"prompt: expected text or turns {{role, content}}, found {prompt!r:.60}")
     given = tuple(text.run(row) for text in spec.texts)
-    check_text("\n".join([prompt, *texts, *given]), "the row")
+    check_text("\n".join([json.dumps(prompt, ensure_ascii=False, default=str), *texts, *given]), "the row")
     return Question(prompt, tuple(texts), right[0], where, tuple(right[1:]), value=value, texts=given)
 
 

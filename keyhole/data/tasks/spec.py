@@ -75,8 +75,8 @@ OF_TEXT = (  # filters that would convert a value to text first
 CONTEXTS = (jinja2.Environment, jinja2.runtime.Context, nodes.EvalContext)
 
 
-class _Program:
-    """Jinja source. names: those that it reads, columns and others."""
+class Text:
+    """Jinja for a text with columns in it. names: those that it reads, columns and others."""
 
     def __init__(self, source: str, key: str) -> None:
         """key: the key of the source in the task file, for messages."""
@@ -92,26 +92,19 @@ class _Program:
     def run(self, variables: Row) -> Any:
         """The value for a row. Only in the process of worker.py."""
         try:
-            return self.made(_compiled(isinstance(self, Text), self.source), variables)
+            return self.made(_compiled(isinstance(self, Expression), self.source), variables)
         except Exception as error:  # filters raise any error, and Python refuses what Jinja makes of 20 nested loops
             raise self._fault("", error) from None
 
     def made(self, program: jinja2.Template, variables: Row) -> Any:
-        raise NotImplementedError  # abstract
+        return written(program, variables)
 
     def _fault(self, what: str, error: Exception) -> UserError:
         return UserError(f"{self.key}: {what}{printable(why(error), 200)}: {self.source!r:.120}")
 
 
-class Text(_Program):
-    """Text with columns in it."""
-
-    def made(self, program: jinja2.Template, variables: Row) -> str:
-        return written(program, variables)
-
-
-class Expression(_Program):
-    """One value; lists come as lists of texts, numbers or objects."""
+class Expression(Text):
+    """Jinja for one value; lists come as lists of texts, numbers or objects."""
 
     def parsed(self, sandbox: Sandbox) -> nodes.Template:
         value = sandbox.parse(f"{{{{ {self.source} }}}}").find(nodes.Output)
@@ -128,9 +121,9 @@ class Expression(_Program):
 
 
 @functools.lru_cache(64)
-def _compiled(is_text: bool, source: str) -> jinja2.Template:
+def _compiled(is_expression: bool, source: str) -> jinja2.Template:
     sandbox = _sandbox()
-    return sandbox.from_string(_Shown().visit((Text if is_text else Expression)(source, "").parsed(sandbox)))
+    return sandbox.from_string(_Shown().visit((Expression if is_expression else Text)(source, "").parsed(sandbox)))
 
 
 def _sandbox() -> Sandbox:

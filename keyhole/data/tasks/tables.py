@@ -139,7 +139,7 @@ def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) 
     for record in records:
         opened = _opened([record.row], spec.rows)
         for part, row in enumerate(opened, 1):
-            picked = _pick(replace(record, row=row, part=part if len(opened) > 1 else 0), spec)
+            picked = pick(replace(record, row=row, part=part if len(opened) > 1 else 0), spec)
             if column in spec.columns and spelled(picked.row[column]) in unlabelled and column not in spec.optional:
                 left_out["without a label"] += 1
             else:
@@ -188,7 +188,8 @@ def _with(row: Row, path: str, item: object) -> Row:
     return {**row, path: item} if path in row else {**row, head: _with(row[head], rest, item)}
 
 
-def _pick(record: Record, spec: TaskSpec) -> Record:
+def pick(record: Record, spec: TaskSpec) -> Record:
+    """The row with only the task's columns."""
     picked = {}
     for name, aliases in spec.columns.items():
         value = next((found for alias in aliases if (found := lookup(record.row, alias)) is not MISSING), None)
