@@ -88,9 +88,11 @@ class Recorder:
         self.seen[kind] += 1
         return self.seen[kind] >= self.sights
 
-    def has_room(self, key: Hashable) -> bool:
+    def may_run(self, key: Hashable) -> bool:
         """Whether the key has a recording, or may get one."""
-        return key in self.recordings or not (len(self.recordings) >= self.most or self.spare.is_spent)
+        if key in self.recordings:
+            return self.recordings[key] is not None
+        return len(self.recordings) < self.most and not self.spare.is_spent
 
     # -- capture, verify, forget -----------------------------------------------------------------------------------
 
@@ -143,14 +145,14 @@ class Recorder:
         that it allocates."""
         key = ("update", depends_on)
         alone = self.spare.budget_bytes is not None and not any(self.recordings.values())  # no room for the blocks
-        if alone or not self.is_due(key) or not self.has_room(key):
-            run()
-            return False
-        if key not in self.recordings:
-            self.recordings[key] = self.capture(run)
-        one = self.recordings[key]
-        run() if one is None else one.replay()
-        return one is not None
+        if not alone and self.is_due(key) and self.may_run(key):
+            if key not in self.recordings:
+                self.recordings[key] = self.capture(run)
+            if (one := self.recordings[key]) is not None:
+                one.replay()
+                return True
+        run()
+        return False
 
     # -- static memory ---------------------------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ class AdamOffload(GradientMethod, Sink):
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Computes the norm and sends the gradient to the host."""
-        recorded = self.reverse.keeping.recorded is not None  # then the next replay may overwrite it during the copy
+        recorded = self.reverse.tape.recorded is not None  # then the next replay may overwrite it during the copy
         self._send([tensor], grad.clone() if recorded else grad, [grad])
 
     def gradients_together(self, found: list[Found]) -> None:

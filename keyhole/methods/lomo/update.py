@@ -38,7 +38,7 @@ from keyhole.methods.lomo.traits import LOMOConfig, LOMOSettings
 from keyhole.methods.shards import GradientParts
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.weight_decay import weight_decay_of
-from keyhole.model.backward.sink import Sink, SinkPolicy
+from keyhole.model.backward.sink import Sink
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.weights.homes import view
@@ -86,7 +86,7 @@ class Update(Sink):
     """Gradient descent. A subclass has another rule, and its state. numbers: the device's copy of the step's numbers,
     if updates may be recorded as CUDA graphs."""
 
-    policy = SinkPolicy(by_expert=True)
+    by_expert = True
     whole_tensors = False  # True: the rule needs a tensor's whole gradient, not only some of its elements
 
     def __init__(self, model: Model, own: LOMOSettings, numbers: StepNumbers | None, offers: bool) -> None:

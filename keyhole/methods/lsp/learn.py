@@ -39,7 +39,7 @@ from keyhole.methods.lsp.fit import Gradient, bias, fit, norm_squared, transfer_
 from keyhole.methods.lsp.target import Target
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.shards import of_any_rank
-from keyhole.model.backward.sink import Sink, SinkPolicy
+from keyhole.model.backward.sink import Sink
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.ops.lsp.projector import Projector
@@ -61,7 +61,7 @@ class Check(Sink):
     element; moments_of: returns Adam's moments of a target; sample: the first micro-batch, of which padding is not
     counted. found, biases: by name, before and after fits."""
 
-    policy = SinkPolicy(accumulates=True, by_factors=True)
+    accumulates = by_factors = True
 
     def __init__(
         self,

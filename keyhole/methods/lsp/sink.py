@@ -9,17 +9,16 @@ captured together with the backward pass of a block (`RecordableSink`, model/bac
 block go to the host: then buffers alternate. What happens to complete gradients is in update.py.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from keyhole.methods.lsp.adam import DeviceAdam
 from keyhole.methods.lsp.target import Target, Targets
 from keyhole.methods.step_numbers import Flags
-from keyhole.model.backward.sink import RecordableSink, SinkPolicy
+from keyhole.model.backward.sink import RecordableSink
 from keyhole.model.structure.layout import FlatTensor, Unit
 
 
@@ -29,9 +28,6 @@ class LSPStep:
 
     number: int = 0
     lr: float = 0.0
-    received: dict[int, dict[str, Target]] = field(default_factory=lambda: defaultdict(dict))
-    """The targets with a gradient, by unit; `weights` are theirs."""
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # of targets, by the first element
     host_norms: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     """On the host: norms by the first unit sent, and at the end that of all."""
@@ -117,9 +113,10 @@ class GradientSink(RecordableSink):
     """Receives the gradients of all targets. lengths: numbers of each unit's buffer; device: has the moments of the
     units whose gradients stay on the device."""
 
-    policy = SinkPolicy(accumulates=True, by_factors=True)  # S sums every product of a linear layer
+    accumulates = by_factors = True  # S sums every product of a linear layer
 
     def __init__(self, units: Targets, lengths: dict[int, int], gradients: GradientBuffers, device: DeviceAdam) -> None:
+        super().__init__()
         self.lengths, self.gradients, self.device = lengths, gradients, device
         self.targets = {target.tensor.start: target for members in units.values() for target in members}
         self.current = LSPStep()
@@ -146,27 +143,11 @@ class GradientSink(RecordableSink):
             return None
         targets = [t for unit in units for t in unit.tensors if t.start in self.targets]
         numbers = tuple(self.targets[tensor.start].identity for tensor in targets)
-        received = tuple(tuple(self.current.received[page]) for page in pages)
+        received = tuple(tensor.name for tensor in targets if tensor.name in self.received)
         return numbers, received, tuple(self.buffer(page).data_ptr() for page in pages)
 
     def memory(self, units: list[Unit]) -> list[torch.Tensor]:
         return [self.buffer(unit.index) for unit in units if unit.index in self.lengths]
-
-    def mark(self) -> object:
-        return {page: dict(received) for page, received in self.current.received.items()}, dict(self.current.weights)
-
-    def rewind(self, mark: Any) -> None:
-        received, weights = mark
-        self.current.received.clear()
-        self.current.received |= {page: dict(targets) for page, targets in received.items()}
-        self.current.weights = dict(weights)
-
-    def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
-        for tensor, w in offers:
-            target = self.targets.get(tensor.start)
-            if target is not None:
-                self.current.received[target.unit][target.name] = target
-                self.current.weights[target.name] = w
 
     # -- the buffers --------------------------------------------------------------------------------------
 
@@ -177,8 +158,6 @@ class GradientSink(RecordableSink):
 
     def _sum_of(self, target: Target, w: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The place where the target's gradient is accumulated, and whether it is still empty."""
-        received = self.current.received[target.unit]
-        first = target.name not in received
-        received[target.name] = target
-        self.current.weights[target.name] = w
+        first = target.name not in self.received
+        self.received[target.name] = (target.tensor, w)
         return target.view_in(self.buffer(target.unit)), first

@@ -120,6 +120,7 @@ class SubspaceUpdates(GradientSink):
     def begin(self, number: int, lr: float) -> None:
         """Called before a backward pass."""
         self.current, self.complete = LSPStep(number, lr), {}
+        self.received.clear()
         if self.numbers is not None:
             self.numbers.set(lr, number)
             rates = [target.rates(lr, self._decay_of(target)) for target in self.targets.values()]
@@ -167,16 +168,16 @@ class SubspaceUpdates(GradientSink):
     def _complete(self, unit: Unit) -> tuple[list[Target], list[torch.Tensor]]:
         """The targets of a unit that have a gradient, on any rank, and their weights. One that is missing on this rank
         is zero."""
-        page, step = unit.index, self.current
-        members, received = self.units.get(page, []), step.received.pop(page, {})
+        page, received = unit.index, self.received
+        members = self.units.get(page, [])
         targets = [target for target in members if target.name in received]
         if self.ranks.several:
             targets = of_any_rank(self.ranks, members, [target.name in received for target in members])
             for target in (one for one in targets if one.name not in received):
                 target.view_in(self.buffer(page)).zero_()
                 w = self.model.engine.held[page].as_page(self.model.engine.homes[page])
-                step.weights[target.name] = view(w, target.tensor, unit.start)
-        return targets, [step.weights.pop(target.name) for target in targets]
+                received[target.name] = (target.tensor, view(w, target.tensor, unit.start))
+        return targets, [received.pop(target.name)[1] for target in targets]
 
     def _maybe_recorded(
         self, page: int, update: OwedUpdate, at: list[torch.Tensor], run: Callable[[], None], kind: str = "finished"

@@ -70,12 +70,10 @@ class RecordedSteps:
             recorder.forget()
             recorder.seen.clear()
         key = self._key(looks) if self._is_usual(looks) else None
-        if key is None or not recorder.is_due(key) or not recorder.has_room(key):
+        if key is None or not recorder.is_due(key) or not recorder.may_run(key):
             return self.directions.run(looks)
-        if key not in recorder.recordings:
+        if (recording := recorder.recordings.get(key)) is None:
             return self._record(key, looks)
-        if (recording := recorder.recordings[key]) is None:
-            return self.directions.run(looks)
         self._static(key, looks)
         self._set_numbers()
         nll, _ = recording.replay()

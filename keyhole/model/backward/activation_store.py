@@ -60,15 +60,17 @@ class HostActivation:
                 self.arrived.record(side)
             self.on_device.record_stream(side)
 
-    def get(self, last: bool) -> torch.Tensor:
-        """The tensor on the device. last: its pinned buffer may be reused."""
+    def get(self) -> torch.Tensor:
+        """The tensor on the device."""
         self.prefetch()
         assert self.arrived is not None and self.on_device is not None
         torch.cuda.current_stream(self.device).wait_event(self.arrived)
         x, self.on_device = self.on_device, None
-        if last:
-            self.store.free[x.numel(), x.dtype].append(self.on_host.view(-1))
         return x
+
+    def release(self) -> None:
+        """Its pinned buffer may be reused."""
+        self.store.free[self.on_host.numel(), self.on_host.dtype].append(self.on_host.view(-1))
 
 
 class ActivationStore:

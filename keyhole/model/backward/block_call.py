@@ -9,19 +9,22 @@ A block may get objects that all blocks share, in which it leaves tensors for la
 """
 
 import copy
-from collections.abc import Callable, Hashable, MutableMapping
+import weakref
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from keyhole.errors import UserError
+from keyhole.model.backward.activation_store import HostActivation
 
 Values = list[Any]
 Result = tuple[Any, list[dict[Any, Any]]]  # What a block returns, and what it writes into each of its mappings.
-WHOLE = "use zo, or a baseline (adamw, sgd), which differentiates the model as a whole"
+Gradients = dict[int, torch.Tensor]  # Of inputs, by their place among the values.
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,18 @@ class BlockCall:
 
     def __init__(self, forward: Callable, args: tuple, kwargs: dict[str, object]) -> None:
         self.forward = forward
+        self.on_host: list[HostActivation] = []  # what waits in host memory for the backward pass
         self.mappings: Values = [x for x in (*args, *kwargs.values()) if isinstance(x, MutableMapping)]
-        self.empty = [_emptied(mapping) for mapping in self.mappings]
+        entries = [dict(mapping) for mapping in self.mappings]
+        self.empty = [copy.copy(mapping) for mapping in self.mappings]
+        for mapping in self.empty:
+            mapping.clear()
+        if list(map(len, self.mappings)) != list(map(len, entries)):
+            raise refused(self.mappings)  # a copy shares its entries with the mapping
         place = {id(mapping): _Place(i) for i, mapping in enumerate(self.mappings)}
         args = tuple(place.get(id(x), x) for x in args)
         kwargs = {name: place.get(id(x), x) for name, x in kwargs.items()}
-        self.values, self.spec = tree_flatten((args, kwargs, [dict(mapping) for mapping in self.mappings]))
+        self.values, self.spec = tree_flatten((args, kwargs, entries))
 
     def run(self, values: Values) -> Result:
         """The block as a function of its inputs; it gets copies of its mappings."""
@@ -67,25 +76,16 @@ class BlockCall:
             mapping.update(new)
         self.mappings = []
         if objects and not before.issuperset(held_tensors(objects)):
-            kinds = ", ".join(sorted({type(value).__name__ for value in objects}))
-            raise UserError(
-                f"model: its blocks hand tensors to each other in an object ({kinds}) that keyhole cannot "
-                f"differentiate through, block by block; {WHOLE}"
-            )
+            raise refused(objects)
         return output
 
 
-def _emptied(mapping: MutableMapping[Hashable, object]) -> MutableMapping[Hashable, object]:
-    """A mapping of the same class and attributes, without entries."""
-    found, entries = copy.copy(mapping), dict(mapping)
-    found.clear()
-    if len(mapping) != len(entries):
-        mapping.update(entries)
-        raise UserError(
-            f"model: its blocks hand tensors to each other in a mapping ({type(mapping).__name__}) that shares its "
-            f"entries with its copies; {WHOLE}"
-        )
-    return found
+def refused(objects: Values) -> UserError:
+    kinds = ", ".join(sorted({type(value).__name__ for value in objects}))
+    return UserError(
+        f"model: its blocks hand tensors to each other in an object ({kinds}) that keyhole cannot differentiate "
+        "through, block by block; use zo, or a baseline (adamw, sgd), which differentiates the model as a whole"
+    )
 
 
 def held_tensors(objects: Values) -> set[int]:
@@ -95,27 +95,48 @@ def held_tensors(objects: Values) -> set[int]:
     return {id(x) for x in leaves if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())}
 
 
-@dataclass
 class BlockGraph:
-    """The autograd graph of one run of a block, cut off from the rest of the model. inputs: its leaves."""
+    """The autograd graph of one run of a block, cut off from the rest of the model: it begins at entrances, which do
+    not keep its inputs, and ends at edges of its floating-point outputs, which hold no tensor."""
 
-    inputs: list[torch.Tensor]
-    result: Result
+    def __init__(self) -> None:
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.edges: list[GradientEdge | None] = []
+        self.arrived: Gradients = {}
 
-    def gradients(self, grads: Values, parameters: list[nn.Parameter], keep: bool = False) -> tuple[Values, Values]:
-        """Gradients of the inputs and of parameters (None: none), from those of the floating-point outputs. keep: the
-        graph can be used again."""
-        ends, of_ends = with_gradients(floats(self.result), grads)
-        if not ends:
-            return [None] * len(self.inputs), [None] * len(parameters)
-        wanted = [*self.inputs, *parameters]
-        found = torch.autograd.grad(ends, wanted, of_ends, allow_unused=True, retain_graph=keep)
-        return list(found[: len(self.inputs)]), list(found[len(self.inputs) :])
+    def enter(self, values: Values, places: list[int]) -> Values:
+        """The values with those that have gradients in the graph."""
+        inside = list(values)
+        for i in places:
+            inside[i] = _Entrance.apply(self.anchor, values[i].detach(), self, i)
+        return inside
+
+    def leave(self, result: Result) -> Result:
+        """Ends the graph with what the block returns."""
+        outputs = [v for v in tree_leaves(result) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        self.edges = [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
+        return result
+
+    def backward(
+        self, grads: Values, parameters: list[nn.Parameter] | None = None, keep: bool = False
+    ) -> tuple[Gradients, Values]:
+        """Gradients of the inputs, from those of the outputs. Those of parameters are accumulated, or returned if they
+        are asked for (None: there is none). keep: the graph can be used again."""
+        ends = [(edge, g) for edge, g in zip(self.edges, grads, strict=True) if edge is not None and g is not None]
+        edges, of_edges = [edge for edge, _ in ends], [grad for _, grad in ends]
+        of_parameters: Values = [None] * len(parameters or ())
+        if edges and parameters is None:
+            torch.autograd.backward(edges, of_edges, retain_graph=keep)
+        elif edges and parameters is not None:
+            wanted = [self.anchor, *parameters]  # the anchor, so that gradients reach the entrances
+            _, *of_parameters = torch.autograd.grad(edges, wanted, of_edges, allow_unused=True, retain_graph=keep)
+        arrived, self.arrived = dict(sorted(self.arrived.items())), {}
+        return arrived, of_parameters
 
     def reaches(self, tensors: set[int]) -> bool:
         """Whether any of these tensors (ids) would get a gradient."""
         seen: set[Any] = {None}
-        left: Values = [y.grad_fn for y in floats(self.result)]
+        left: Values = [edge.node for edge in self.edges if edge is not None]
         while left:
             node = left.pop()
             if node not in seen:
@@ -126,21 +147,15 @@ class BlockGraph:
         return False
 
 
-def floats(value: object) -> list[torch.Tensor]:
-    """Its floating-point tensors, in order: those that may have gradients."""
-    return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+class _Entrance(torch.autograd.Function):
+    """Passes a tensor into a graph that does not keep it, and notes its gradient."""
 
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, graph: BlockGraph, place: int) -> torch.Tensor:
+        ctx.graph, ctx.place = weakref.ref(graph), place  # weak: its edges hold this node
+        return x.view_as(x)
 
-def with_gradients(outputs: Values, grads: Values) -> tuple[Values, Values]:
-    """Those outputs, or edges of outputs, that have a graph and a gradient; and the gradients."""
-    pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y is not None and g is not None]
-    pairs = [(y, g) for y, g in pairs if not isinstance(y, torch.Tensor) or y.requires_grad]
-    return [y for y, _ in pairs], [g for _, g in pairs]
-
-
-def differentiate(ends: Values, grads: Values, keep: bool = False) -> None:
-    """The backward pass from these ends. keep: it may be made again."""
-    if ends:
-        torch.autograd.backward(ends, grads, retain_graph=keep)
-    ends.clear()
-    grads.clear()
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.graph().arrived[ctx.place] = grad
+        return None, None, None, None

@@ -31,17 +31,19 @@ anchor: a zero that is an input of every linear layer. Because of it the operati
 if dx is not needed. The weight itself gets no gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from keyhole.machine.settings import Changes, compiler
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
+from keyhole.model.backward.block_call import BlockCall, Result, Values
 from keyhole.model.forward.compile import prepare_compiling
 
 
@@ -57,8 +59,8 @@ def _offering_forward(block: nn.Module, keep: bool, args: tuple, kwargs: dict[st
 
 
 class Compiled:
-    """Runs blocks compiled; one instance for all blocks of a model. keep: no recomputation. offer: the device on which
-    linear layers offer their gradients (compiled_linear.py); None if they do not."""
+    """Blocks compiled; one instance for all blocks of a model. keep: no recomputation. offer: the device on which
+    linear layers offer their gradients; None if they do not."""
 
     def __init__(self, backend: str, changes: Changes, keep: bool = False) -> None:
         self.offer: torch.device | None = None
@@ -67,32 +69,28 @@ class Compiled:
         changes.set(compiler("torch._functorch", "donated_buffer"), False)  # else no graph could run backward twice
         self.run, self.run_offering = (torch.compile(f, backend=backend) for f in (_forward, _offering_forward))
 
-    def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, object], saved: "Saved") -> Any:
-        with self.offering(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-            return (self.run if self.offer is None else self.run_offering)(block, self.keep, args, kwargs)
 
-    def offering(self, receiver: "Receiver | None" = None) -> AbstractContextManager[None]:
-        """A context in which the linear layers of a compiled block offer their gradients, if `offer` is set."""
-        return nullcontext() if self.offer is None else linears_offer(self.offer, receiver)
+class CompiledCall(BlockCall):
+    """A call of a block, compiled. What its graph saves: parameters by reference, inputs through the store."""
 
-
-class Saved:
-    """The tensors saved by one visit of a block: parameters by reference, inputs through the store, if there is one."""
-
-    def __init__(
-        self, block: nn.Module, inputs: Sequence[torch.Tensor] = (), store: ActivationStore | None = None
-    ) -> None:
+    def __init__(self, compiled: Compiled, block: nn.Module, store: ActivationStore, args: tuple, kwargs: Any) -> None:
+        super().__init__(block.forward, args, kwargs)
+        self.compiled, self.block, self.store = compiled, block, store
         self.params = {p.data_ptr(): p for p in block.parameters()}
-        self.inputs = {x.data_ptr() for x in inputs}
-        self.store, self.last = store, True
-        self.on_host: list[HostActivation] = []
+        self.inputs: set[int] = set()  # addresses
+
+    def run(self, values: Values) -> Result:
+        own = self.compiled
+        self.inputs = {x.data_ptr() for x in values if isinstance(x, torch.Tensor) and x.requires_grad}
+        args, kwargs, _ = tree_unflatten([_fresh(value) for value in values], self.spec)
+        with linears_offer(own.offer), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            return (own.run if own.offer is None else own.run_offering)(self.block, own.keep, args, kwargs), []
 
     def pack(self, x: torch.Tensor) -> torch.Tensor | HostActivation:
-        address = x.data_ptr()
-        param = self.params.get(address)
+        param = self.params.get(x.data_ptr())
         if param is not None and param.shape == x.shape and param.stride() == x.stride():  # not its transpose
             return param
-        stored = self.store.put(x.detach()) if self.store is not None and address in self.inputs else None
+        stored = self.store.put(x.detach()) if x.data_ptr() in self.inputs else x
         if isinstance(stored, HostActivation):
             self.on_host.append(stored)
             return stored
@@ -101,7 +99,12 @@ class Saved:
     def unpack(self, value: torch.Tensor | HostActivation) -> torch.Tensor:
         if isinstance(value, nn.Parameter):
             return value.data
-        return value.get(self.last) if isinstance(value, HostActivation) else value
+        return value.get() if isinstance(value, HostActivation) else value
+
+
+def _fresh(value: object) -> Any:
+    """The tensor as one that is no view: compiled code is compiled again for views of another shape of tensor."""
+    return value if not isinstance(value, torch.Tensor) or value.requires_grad else value.data
 
 
 # -- linear layers that offer their gradients --------------------------------------------------------------------------
@@ -161,9 +164,12 @@ def _linear_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def linears_offer(device: torch.device, receiver: Receiver | None = None) -> Iterator[None]:
+def linears_offer(device: torch.device | None, receiver: Receiver | None = None) -> Iterator[None]:
     """A context for forward, recomputation and backward pass of a compiled block, in which linear layers are the
-    operations above. receiver: gets their offers, in a backward pass."""
+    operations above, if there is a device. receiver: gets their offers, in a backward pass."""
+    if device is None:
+        yield
+        return
     if device not in _anchors:  # must not be created inside compiled code
         _anchors[device] = torch.zeros(1, device=device, requires_grad=True)
     linear: Any = nn.Linear

@@ -119,7 +119,7 @@ class ExpertGradients:
             tensor = stack.expert(expert)
             grad, unit = self.sums.pop(tensor.name, None), self.unit_of.get(tensor.name)
             met = grad is not None or not (tensor.name in self.received or sink.unmet(tensor))
-            if met and sink.policy.by_expert:
+            if met and sink.by_expert:
                 stored = self._stored(stack.param)[expert] if unit is None else engine.acquire(unit.index)
                 w = stored.view(-1)[: tensor.shape.numel()].view(tensor.shape)
                 zero = torch.zeros(tensor.shape, dtype=self.model.dtype, device=w.device) if grad is None else grad
@@ -161,7 +161,7 @@ class _Layer(torch.autograd.Function):
         owner, experts, units, routed, _ = ctx.layer
         x_TH, r_Tk = ctx.saved_tensors
         wanted, transposed = ctx.needs_input_grad[3:], experts.module.is_transposed
-        parameters, by_expert = (*experts.stacks, *experts.biases), owner.gradients.sink.policy.by_expert
+        parameters, by_expert = (*experts.stacks, *experts.biases), owner.gradients.sink.by_expert
         whole = [w and (i > 1 or not by_expert) for i, w in enumerate(wanted)]
         grads: list[Any] = [torch.zeros_like(p.data) if w else None for p, w in zip(parameters, whole, strict=True)]
         dx_TH, dr_Tk = no_sum(x_TH), torch.zeros_like(r_Tk)

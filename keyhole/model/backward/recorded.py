@@ -36,25 +36,14 @@ import torch
 from torch import nn
 
 from keyhole.model.backward.activation_store import KeptBlocks
-from keyhole.model.backward.block_call import BlockGraph, Result
+from keyhole.model.backward.block_call import BlockGraph, Gradients, Result, Values
 from keyhole.model.backward.memory import COPIES, FREE_SHARE, block_bytes, recording_bytes
 from keyhole.model.backward.recompute import Recompute
-from keyhole.model.backward.sink import HandOver, RecordableSink, Sink, UnitGradients
-from keyhole.model.backward.tape import KeptInputs, RunAgain, pass_on
-from keyhole.model.batch import DeviceBatch
+from keyhole.model.backward.sink import NOTHING, HandOver, RecordableSink, Sink, UnitGradients
+from keyhole.model.backward.tape import KeptInputs, RunAgain
 from keyhole.model.forward.graphs import SMALL_FLOP
 from keyhole.model.model import Model
-from keyhole.model.recorder import (
-    OTHER_BITS,
-    Pool,
-    Recorder,
-    Recording,
-    UsersHooks,
-    Values,
-    copied,
-    signature_of,
-    tensors_of,
-)
+from keyhole.model.recorder import OTHER_BITS, Pool, Recorder, Recording, UsersHooks, copied, signature_of, tensors_of
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import Unit
 from keyhole.weak import weakly
@@ -96,7 +85,6 @@ class RecordedBlocks(Recorder):
         self.kept_pools: dict[Hashable, tuple[int, Pool]] = {}  # of kept activations: the last block, and the pool
         self.ran: dict[tuple[int, int], Recording] = {}  # (pass, block) -> its forward of this pass, if it was replayed
         self.parameters = [list(block.parameters()) for block in model.blocks]
-        self.all = {id(tensor.param) for tensor in model.layout.tensors}
         self.hooks = [UsersHooks(block.modules()) for block in model.blocks]
         self.visited: set[tuple[int, int]] = set()  # (pass, block) of this forward pass
         self.repeats = False  # whether a block is used twice in a pass
@@ -104,16 +92,16 @@ class RecordedBlocks(Recorder):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def begin(self, batches: list[DeviceBatch]) -> bool:
-        """A step begins; returns whether its blocks are recorded."""
-        self.tokens = [one.inputs["input_ids"].numel() for one in batches]
-        return 2 * block_bytes(self.model.layout, itemsize=1) * max(self.tokens) <= SMALL_FLOP
+    def begin(self, tokens: list[int]) -> bool:
+        """A step begins, on so many tokens per pass; returns whether its blocks are recorded."""
+        self.tokens = tokens
+        return 2 * block_bytes(self.model.layout, itemsize=1) * max(tokens) <= SMALL_FLOP
 
     def leave(self) -> None:
-        """The step is over, also after an error."""
+        """The step is over, also after an error: drops the sink, which holds a reference to the Reverse."""
         self.visited.clear()
         if self.gathered is not None:
-            self.gathered.leave()
+            self.gathered.in_front_of(NOTHING)
 
     def end(self) -> None:
         """Gives all memory back: the budget was planned for smaller steps than this one."""
@@ -128,68 +116,65 @@ class RecordedBlocks(Recorder):
 
     def front_of(self, sink: Sink) -> Sink:
         """The sink itself, or UnitGradients in front of it."""
-        if sink.policy.by_factors or self.repeats:
+        if sink.by_factors or self.repeats:
             return sink
-        if self.gathered is None:
-            self.gathered = UnitGradients(self.model.layout, self.model.dtype, self)
+        self.gathered = self.gathered or UnitGradients(self.model.layout, self.model.dtype, self)
         return self.gathered.in_front_of(sink)
 
-    def _takes(self, visit: KeptInputs) -> bool:
-        return visit.is_plain and not self.repeats and not self.hooks[visit.block].any()
-
-    def _weights(self, visit: KeptInputs) -> tuple[Hashable, ...]:
-        """Where the block's weights are, and which of them are trained: a user may freeze some between steps."""
-        return tuple([(param.data_ptr(), param.requires_grad) for param in self.parameters[visit.block]])
+    def _key(self, kind: str, visit: KeptInputs, values: Values) -> tuple[Hashable, ...] | None:
+        """All that the launches of a visit depend on; that is also where its weights are, and which of them are
+        trained, since a user may freeze some between steps. None: it runs eagerly."""
+        if not visit.is_plain or self.repeats or self.hooks[visit.block].any():
+            return None
+        shapes = signature_of(values)
+        weights = tuple([(param.data_ptr(), param.requires_grad) for param in self.parameters[visit.block]])
+        return None if shapes is None else (kind, visit.index, visit.block, shapes, weights)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def first_run(self, visit: KeptInputs) -> Result:
         """The first run of a visit."""
-        turn, block = here = (visit.index, visit.block)
+        here = visit.index, visit.block
         self.repeats = self.repeats or here in self.visited
         self.visited.add(here)
         self.ran.pop(here, None)
-        shapes = signature_of(visit.values) if self._takes(visit) else None
-        key = ("forward", turn, block, shapes, self._weights(visit))
-        if shapes is None or not self.is_due(key) or not self.has_room(key):
+        key = self._key("forward", visit, visit.values)
+        if key is None or not self.is_due(key) or not self.may_run(key):
             return visit.run_first()
-        if key not in self.recordings:
+        if (one := self.recordings.get(key)) is None:
             return self._record_forward(visit, key), []
-        one = self.recordings[key]
-        if one is None:
-            return visit.run_first()
-        self._static(visit)
         self.ran[here] = one
+        self._static(visit)
         return copied(one.replay()), []
 
     def _static(self, visit: KeptInputs) -> Values:
         """The visit's inputs in static memory. What has a gradient, such as the hidden states, has a place of the
         block's own if activations may be kept: the block's graph reads it in the backward pass."""
-        own, static = (visit.index, visit.block if self.kept is not None else 0), list(visit.values)
-        for i, value in enumerate(static):
-            if isinstance(value, torch.Tensor):
-                static[i] = self.place_of(own if i in visit.origins else visit.index, i, value)
-        return static
+        own = (visit.index, visit.block if self.kept is not None else 0)
+        return [
+            self.place_of(own if i in visit.origins else visit.index, i, v) if isinstance(v, torch.Tensor) else v
+            for i, v in enumerate(visit.values)
+        ]
 
     def _record_forward(self, visit: KeptInputs, key: tuple) -> Any:
         """Runs a block eagerly, and captures it: if there is room, together with its autograd graph."""
-        turn, block = here = (visit.index, visit.block)
+        here, of = (visit.index, visit.block), (visit.index, key[3])
         expected, static = visit.run_first()[0], self._static(visit)
         self.recordings[key] = None
-        if self.kept is not None and self.kept.has_room(self.tokens[turn]):
+        if self.kept is not None and self.kept.has_room(self.tokens[visit.index]):
             # read by tensors with version counters of their own: static memory changes before each use of the graph
             values, kept = [v.data if isinstance(v, torch.Tensor) else v for v in static], list[BlockGraph]()
 
             def run() -> Any:
-                kept[:] = [visit.graph(values, partial(self._run_whole, block))]
-                return kept[0].result[0]
+                graph, (output, _) = visit.graph(values, partial(self._run_whole, visit.block))
+                kept[:] = [graph]
+                return output
 
             self._rehearse(run)
             kept.clear()  # else nodes of its parameters, of the ordinary stream, would be those of the captured graph
-            pool = self._kept_pool((turn, key[3]), block)
-            self.verify(key, self.capture(run, pool, "kept graphs"), expected)
+            self.verify(key, self.capture(run, self._kept_pool(of, visit.block), "kept graphs"), expected)
             if (one := self.recordings[key]) is None:  # a pool goes with its last graph
-                self.kept_pools.pop((turn, key[3]))
+                self.kept_pools.pop(of)
             else:
                 one.kept = kept
         if self.recordings[key] is None:
@@ -221,39 +206,32 @@ class RecordedBlocks(Recorder):
     def reverse(self, visit: KeptInputs, grads: Values, run_again: RunAgain) -> bool:
         """The backward pass of the visit from the gradients of its outputs, if it is recorded."""
         block, turn, gradients, sink = visit.block, visit.index, self.gradients, self.gradients.sink
-        if not self._takes(visit) or not isinstance(sink, RecordableSink):
+        first, ran = self._key("reverse", visit, [*visit.values, *grads]), self.ran.get((turn, block))
+        if first is None or not isinstance(sink, RecordableSink) or (state := sink.state(self.units_of[block])) is None:
             return False
-        ran = self.ran.get((turn, block))
-        kept = [] if ran is None else ran.kept
-        state, shapes = sink.state(self.units_of[block]), signature_of([*visit.values, *grads])
-        key = ("reverse", turn, block, shapes, state, self._weights(visit), bool(kept))
-        if shapes is None or state is None or not self.is_due(key) or ran is None or not self.has_room(key):
+        key = (*first, state, ran is not None and bool(ran.kept))
+        if not self.is_due(key) or ran is None or not self.may_run(key):
             return False
-        if key not in self.recordings:
-            found = self._record_reverse(visit, sink, key, kept, grads, run_again)
+        own = [param for param in self.parameters[block] if param.requires_grad]
+        found: tuple[Gradients, Values] | None
+        if (one := self.recordings.get(key)) is None:
+            found = self._record_reverse(visit, sink, key, ran.kept, grads, run_again, own)
             if found is None:
                 return False
-        elif (one := self.recordings[key]) is None:
-            return False
         else:
-            if not kept:  # a graph that was kept has the inputs
+            if not ran.kept:  # a graph that was kept has the inputs
                 self._static(visit)
             self.copy_in(("gradient", turn), grads)
             of_inputs, of_parameters = one.replay()
             fresh = [None if grad is None else grad.detach() for grad in of_parameters]  # a replay tells no version
             found = copied(of_inputs), self.copy_in(("parameter gradient", turn, block), fresh)
-            sink.replayed([(tensor, gradients.stored[id(tensor.param)]) for tensor in one.offers])
-        for param, grad in zip(self._own(block), found[1], strict=True):
+            sink.received |= {tensor.name: (tensor, gradients.stored[id(tensor.param)]) for tensor in one.offers}
+        for param, grad in zip(own, found[1], strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad
                 gradients.accumulated(param)
-        for origin, grad in zip(visit.origins.values(), found[0], strict=True):
-            if grad is not None:
-                pass_on(origin, grad)
+        visit.pass_on(found[0])
         return True
-
-    def _own(self, block: int) -> list[nn.Parameter]:
-        return [param for param in self.parameters[block] if param.requires_grad]
 
     def _record_reverse(
         self,
@@ -263,28 +241,27 @@ class RecordedBlocks(Recorder):
         kept: list[BlockGraph],
         grads: Values,
         run_again: RunAgain,
-    ) -> tuple[Values, Values] | None:
+        own: list[nn.Parameter],
+    ) -> tuple[Gradients, Values] | None:
         """Runs a backward pass eagerly, and captures it. None: it reaches parameters outside of the block, and nothing
         was done."""
-        turn, block = visit.index, visit.block
-        own, memory, mark = self._own(block), sink.memory(self.units_of[block]), sink.mark()
-        graph = visit.graph(visit.values, run_again)
-        if graph.reaches(self.all - {id(param) for param in own}):
-            self.recordings[key] = None
+        memory, received, self.recordings[key] = sink.memory(self.units_of[visit.block]), dict(sink.received), None
+        graph = visit.graph(visit.values, run_again)[0]
+        if graph.reaches({id(t.param) for t in self.model.layout.tensors} - {id(param) for param in own}):
             return None
         before, self.gradients.offers = [flat.clone() for flat in memory], []
-        expected = graph.gradients(grads, own)
+        expected = graph.backward(grads, own)
         offers, self.gradients.offers = self.gradients.offers, None
         del graph  # its nodes of parameters belong to the ordinary stream, and would be those of the captured graph
-        after, noted, one = [flat.clone() for flat in memory], sink.mark(), None
+        after, noted, one = [flat.clone() for flat in memory], dict(sink.received), None
         if sum(g.numel() for g in tensors_of(expected[1])) <= MOST_PARAMETERS:
             inputs = [] if kept else self._static(visit)
-            of_outputs = self.copy_in(("gradient", turn), grads)
+            of_outputs = self.copy_in(("gradient", visit.index), grads)
 
-            def run() -> tuple[Values, Values]:
-                sink.rewind(mark)
-                made = kept[0] if kept else visit.graph(inputs, run_again)
-                return made.gradients(of_outputs, own, keep=bool(kept))
+            def run() -> tuple[Gradients, Values]:
+                sink.received = dict(received)
+                made = kept[0] if kept else visit.graph(inputs, run_again)[0]
+                return made.backward(of_outputs, own, keep=bool(kept))
 
             self._rehearse(run)
             for flat, old in zip(memory, before, strict=True):
@@ -299,5 +276,5 @@ class RecordedBlocks(Recorder):
             kept.clear()  # from the next step on, this block is recomputed
         for flat, new in zip(memory, after, strict=True):
             flat.copy_(new)
-        sink.rewind(noted)  # the run that is captured may have been aborted
+        sink.received = noted  # the run that is captured may have been aborted
         return expected

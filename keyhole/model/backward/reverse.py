@@ -30,13 +30,13 @@ from keyhole.errors import UserError
 from keyhole.machine.settings import expandable_segments, no_stream_warning
 from keyhole.model.backward.activation_store import ActivationStore, KeptBlocks
 from keyhole.model.backward.attention import exact_attention
-from keyhole.model.backward.compiled import Compiled
+from keyhole.model.backward.compiled import Compiled, linears_offer
 from keyhole.model.backward.experts import ExpertGradients
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import RecordedBlocks, has_room
 from keyhole.model.backward.refusals import check_hooks, check_model, refused_losses
 from keyhole.model.backward.sink import HandOver, Sink
-from keyhole.model.backward.tape import Keeping, Tape
+from keyhole.model.backward.tape import Tape
 from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.model import Model
@@ -73,39 +73,32 @@ class Reverse:
         check_model(model, activations, self.units_of)
         if model.device.type == "cuda":  # activations of many sizes fragment the allocator's memory
             expandable_segments(model.changes)
-        keeps_all = activations == "none"
+        self.keeps_all = activations == "none"
         backend = compiled if isinstance(compiled, str) else "inductor"
-        self.compiled = Compiled(backend, model.changes, keep=keeps_all) if compiled else None
-        runs_again = fused and not (compiled or keeps_all)
+        self.compiled = Compiled(backend, model.changes, keep=self.keeps_all) if compiled else None
+        runs_again = fused and not (compiled or self.keeps_all)
         self.recompute = [second_run(block) for block in model.blocks] if runs_again else None
         self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
-        self.gradients = HandOver(self.layout.tensors)
+        self.gradients = HandOver(self.layout)
         self.experts = None
         if self.layout.experts:
             most_units = max(map(len, self.units_of.values()), default=0)
             self.experts = ExpertGradients(model, self.gradients, first_place=most_units)
         spare = SpareMemory(model.placed, model.device)
-        self.kept = KeptBlocks(model, spare) if activations == "auto" and not compiled else None
-        self.recorded = self._recorder(spare, KeptBlocks(model, spare) if compiled and keeps_all else self.kept)
-        self.keeping = Keeping(self.store)
-        self.tape, self.hidden = Tape(self.keeping), list[Any]()
+        self.kept = KeptBlocks(model, spare) if activations == ("none" if compiled else "auto") else None
+        self.recorded: RecordedBlocks | None = None
+        records = fused and model.reverse_graphs and model.graphs is not None and not model.sharded
+        if records and activations in ("block", "auto", *["none"] * bool(compiled)) and has_room(model, spare):
+            self.recorded = RecordedBlocks(model, self.units_of, self.gradients, self.recompute, spare, self.kept)
+            if self.kept is not None:
+                no_stream_warning(model.changes)
+        self.tape, self.hidden = Tape(self.store), list[Any]()
         self._longest = 0  # tokens of a row in this step
         for tensor in self.layout.tensors:
             if tensor.param.requires_grad:
                 tensor.param.register_post_accumulate_grad_hook(weakly(self.gradients.accumulated))
-
-    def _recorder(self, spare: SpareMemory, room: KeptBlocks | None) -> RecordedBlocks | None:
-        """What records small blocks as CUDA graphs, if they may be. room: says where there is room for activations."""
-        model, compiled = self.model, self.compiled is not None
-        possible = self.fused and model.reverse_graphs and model.graphs is not None
-        possible = possible and (self.activations in ("block", "auto") or (compiled and self.activations == "none"))
-        if not possible or model.sharded or model.layout.experts or not has_room(model, spare):
-            return None
-        if room is not None:
-            no_stream_warning(model.changes)
-        return RecordedBlocks(model, self.units_of, self.gradients, self.recompute, spare, room)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -128,7 +121,7 @@ class Reverse:
 
     def _forget(self) -> None:
         """Drops graphs and gradients, also after an error."""
-        self.tape, self.hidden = Tape(self.keeping), []
+        self.tape, self.hidden = Tape(self.store), []
         self.vocabulary.forget()
         self.gradients.end()
         if self.recorded is not None:
@@ -150,8 +143,7 @@ class Reverse:
         """The mean loss over all trained tokens of all micro-batches, on the device. turn: makes a context in which the
         pass of a micro-batch is resumed. loss_count, weight: see vocabulary.py."""
         model = self.model
-        self.keeping = self._keeping(batches)
-        self.tape = Tape(self.keeping)
+        self.tape = self._tape(batches)
         self.spine = model.device_weights.acquire(self.layout.spine)
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
@@ -187,30 +179,30 @@ class Reverse:
     def _attention(self) -> AbstractContextManager[None]:
         return exact_attention(self.model.device, self._longest) if self.deterministic else nullcontext()
 
-    def _keeping(self, batches: list[DeviceBatch]) -> Keeping:
+    def _tape(self, batches: list[DeviceBatch]) -> Tape:
         """What this step keeps: decided here, once."""
         tokens, recorded = [one.inputs["input_ids"].numel() for one in batches], self.recorded
         may_draw = any(part.training for part in self.model.module.modules())
         if recorded is not None and not recorded.spare.covers(tokens):
             recorded.end()
             self.recorded = recorded = None
-        if recorded is not None and not recorded.begin(batches):
-            recorded = None
         if self.compiled is not None:  # with one micro-batch, the product that a linear layer offers is complete
-            alone = len(batches) == 1
-            self.compiled.offer = self.model.device if self.fused and alone else None
-            recorded = recorded if alone and not may_draw else None
-            return Keeping(self.store, compiled=self.compiled, recorded=recorded, may_draw=may_draw)
-        first_kept = 0 if self.activations == "none" else math.inf
-        if self.kept is not None and recorded is None:
+            self.compiled.offer = self.model.device if self.fused and len(batches) == 1 else None
+            recorded = recorded if len(batches) == 1 and not may_draw else None
+        if recorded is not None and not recorded.begin(tokens):
+            recorded = None
+        first_kept = math.inf
+        if recorded is None and (self.compiled is not None or self.keeps_all):
+            first_kept = 0
+        elif recorded is None and self.kept is not None:
             first_kept = self.kept.first_kept(sum(tokens))
-        return Keeping(self.store, first_kept, recorded=recorded, may_draw=may_draw)
+        return Tape(self.store, first_kept, self.compiled, recorded, may_draw)
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
-        if self.keeping.recorded is not None and self.recorded is not None:
+        if self.tape.recorded is not None and self.recorded is not None:
             sink = self.recorded.front_of(sink)
         self.gradients.begin(sink)
         self.tape.restart()
@@ -247,14 +239,16 @@ class Reverse:
             visits = list(stops[i].values())
             block = visits[0].block
             self._acquire_block(block)
-            for visit in stops[i - 1].values() if i > 0 else ():
-                visit.prefetch()
+            for waiting in [one for visit in stops[i - 1].values() for one in visit.call.on_host] if i > 0 else ():
+                waiting.prefetch()
             to_come[block] -= 1
             gradients.visited_once = visits_of[block] == 1
             for visit in visits:
                 gradients.is_final = to_come[block] == 0 and visit is visits[-1]
-                with nullcontext() if self.compiled is None else self.compiled.offering(gradients.offer_at):
+                with linears_offer(None if self.compiled is None else self.compiled.offer, gradients.offer_at):
                     visit.reverse(visit.take_grads(), partial(self._run_again, block), last)
+                for waiting in visit.call.on_host if last else ():
+                    waiting.release()
             self._release_block(block, done=to_come[block] == 0)
             if last:
                 stops.pop()
@@ -313,7 +307,7 @@ class Reverse:
         """Like `reverse`, for a loss that was computed with the module itself while all weights are at home: autograd
         runs backward through the whole model, and each gradient is handed over as soon as it is complete."""
         engine, units, gradients = self.model.engine, self.layout.units, self.gradients
-        gradients.begin_whole(sink, self.layout.tensors, units)
+        gradients.begin(sink, whole=True)
         try:
             with engine.sweep("walk", []):
                 for unit in units:

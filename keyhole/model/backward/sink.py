@@ -30,7 +30,7 @@ to compare and to restore. The sink computes the same numbers either way, so thi
 
 from abc import abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -44,24 +44,17 @@ from keyhole.model.weights.homes import view
 Found = tuple[FlatTensor, torch.Tensor, torch.Tensor]  # (tensor, its weights, its gradient)
 
 
-@dataclass(frozen=True)
-class SinkPolicy:
-    """How a sink takes gradients."""
-
-    # It is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight, and sums them
-    # itself; else only products that are the complete gradient.
-    accumulates: bool = False
-    by_factors: bool = False  # It takes products of linear layers as (dy, x), never as a tensor.
-    # Each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); else a stack is one
-    # tensor.
-    by_expert: bool = False
-
-
 class Sink:
     """Receives every gradient once. w is the tensor as it is stored at home; it is on the device during the call. This
     one is for a model whose own weights are all frozen: it receives nothing and changes nothing."""
 
-    policy = SinkPolicy()
+    # It is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight, and sums them
+    # itself; else only products that are the complete gradient.
+    accumulates = False
+    by_factors = False  # It takes products of linear layers as (dy, x), never as a tensor.
+    # Each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); else a stack is one
+    # tensor.
+    by_expert = False
 
     @property
     def update_key(self) -> Hashable | None:
@@ -97,8 +90,11 @@ class Sink:
 
 
 class RecordableSink(Sink):
-    """A sink whose `linear` only writes to memory of its own, at fixed addresses: it may be captured together with the
-    backward pass of a block (recorded.py). units: those of the block."""
+    """A sink whose `linear` only writes to memory of its own, at fixed addresses, and notes in `received` what it has
+    accepted: it may be captured together with the backward pass of a block (recorded.py). units: those of the block."""
+
+    def __init__(self) -> None:
+        self.received: dict[str, tuple[FlatTensor, torch.Tensor]] = {}  # by name, with their weights
 
     @abstractmethod
     def state(self, units: list[Unit]) -> Hashable | None:
@@ -107,18 +103,6 @@ class RecordableSink(Sink):
     @abstractmethod
     def memory(self, units: list[Unit]) -> list[torch.Tensor]:
         """The tensors that offers write to."""
-
-    @abstractmethod
-    def mark(self) -> object:
-        """The host-side state of the offers so far."""
-
-    @abstractmethod
-    def rewind(self, mark: object) -> None:
-        """Restores that state: the offers since then will be made again."""
-
-    @abstractmethod
-    def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
-        """A graph replay has done on the device what `linear` does with these tensors and their weights."""
 
 
 def chunk(unit: Unit) -> FlatTensor:
@@ -155,7 +139,7 @@ NOTHING = Sink()
 class HandOver:
     """Hands gradients to the sink of the backward pass that is running."""
 
-    def __init__(self, tensors: list[FlatTensor]) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.sink = NOTHING  # unless a backward pass is running
         self.offers: list[FlatTensor] | None = None  # products that the sink accepts are noted here, if it is a list
         self.is_final = False  # after this visit param.grad holds the complete gradient
@@ -163,29 +147,22 @@ class HandOver:
         self.stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, for the current block
         self.count = 0  # gradients handed over as tensors, in this backward pass
         self._param_at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter
-        self._offered: set[int] = set()  # parameters that a compiled backward has offered
+        self._tensor = {id(t.param): t for t in layout.tensors}
         self._chunks: dict[int, list[Unit]] = {}  # id(param) -> the units that hold its rows, if it is cut into them
-        self._tensor = {id(t.param): t for t in tensors}
-
-    def begin(self, sink: Sink) -> None:
-        """A backward pass begins."""
-        self.sink, self.count = sink, 0
-
-    def begin_whole(self, sink: Sink, tensors: list[FlatTensor], units: list[Unit]) -> None:
-        """A backward pass through the whole model begins, whose gradients are complete as they come. Tables whose rows
-        are units are handed over in the chunks that these hold."""
-        self.begin(sink)
-        self.stored |= {id(t.param): t.param.data for t in tensors}
-        self.is_final = True
-        for unit in units:
+        for unit in layout.units:
             if unit.rows is not None:
                 self._chunks.setdefault(id(unit.tensors[0].param), []).append(unit)
+
+    def begin(self, sink: Sink, whole: bool = False) -> None:
+        """A backward pass begins. whole: through the whole model, whose gradients are complete as they come."""
+        self.sink, self.count, self.is_final = sink, 0, whole
+        if whole:
+            self.stored = {id(t.param): t.param.data for t in self._tensor.values()}
 
     def end(self) -> None:
         """The step is over, also after an error."""
         self.sink, self.offers = NOTHING, None
         self.is_final = self.visited_once = False
-        self._chunks.clear()
         self.leave_block()
 
     def enter_unit(self, unit: Unit, stored: torch.Tensor) -> None:
@@ -197,32 +174,30 @@ class HandOver:
 
     def leave_block(self) -> None:
         """The units of the current block are released."""
-        for found in (self.stored, self._param_at, self._offered):
-            found.clear()
+        self.stored.clear()
+        self._param_at.clear()
 
     @torch.no_grad()
     def offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:
         """Whether the sink has taken the product. used_once: the block uses the weight once."""
-        wanted = (self.visited_once and used_once) or self.sink.policy.accumulates
-        return id(weight) in self.stored and wanted and self._give(weight, dy_MO, x_MI)
-
-    def offer_at(self, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
-        """Like `offer`, for a compiled block, which identifies its weights by their addresses."""
-        param = self._param_at.get(w_OI.data_ptr())
-        if param is None:
-            raise UserError("compile: this model computes with a part or a copy of a weight; set compile=false")
-        if not self.sink.policy.accumulates and (id(param) in self._offered or not self.visited_once):
-            raise UserError("compile: this model uses a weight twice in one pass; set compile=false")
-        self._offered.add(id(param))
-        accepted = self._give(param, dy_MO, x_MI)
-        assert accepted, "a sink cannot decline what a compiled block offers"
-
-    def _give(self, param: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        tensor = self._tensor[id(param)]
-        accepted = self.sink.linear(tensor, self.stored[id(param)], dy_MO, x_MI)
+        wanted = (self.visited_once and used_once) or self.sink.accumulates
+        if not wanted or id(weight) not in self.stored:
+            return False
+        tensor = self._tensor[id(weight)]
+        accepted = self.sink.linear(tensor, self.stored[id(weight)], dy_MO, x_MI)
         if accepted and self.offers is not None:
             self.offers.append(tensor)
         return accepted
+
+    def offer_at(self, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
+        """Like `offer`, for a compiled block, which identifies its weights by their addresses and offers each once."""
+        address, sums = w_OI.data_ptr(), self.sink.accumulates
+        param = self._param_at.get(address) if sums else self._param_at.pop(address, None)
+        if param is None or not (sums or self.visited_once):
+            raise UserError(
+                "compile: this model uses a weight twice in one pass, or a part or a copy of it; set compile=false"
+            )
+        assert self.offer(param, dy_MO, x_MI, True), "a sink cannot decline what a compiled block offers"
 
     @torch.no_grad()
     def accumulated(self, param: nn.Parameter) -> None:
@@ -241,38 +216,29 @@ class HandOver:
 class UnitGradients(RecordableSink):
     """A sink in front of another sink. The buffer holds one block: finish it before the next."""
 
-    policy = SinkPolicy(accumulates=True)
+    accumulates = True
 
     def __init__(self, layout: Layout, dtype: torch.dtype, recorded: Recorder) -> None:
-        self.recorded = recorded
-        numel = block_bytes(layout, dtype.itemsize) // dtype.itemsize
+        super().__init__()
+        self.recorded, blocks = recorded, layout.of_kind("block")
+        begins = {unit.block: unit.start for unit in reversed(blocks)}
+        self.begin_of = {t.start: t.start - begins[unit.block] for unit in blocks for t in unit.tensors}
         trains = any(tensor.param.requires_grad for tensor in layout.tensors)
-        self.buffer = torch.zeros(numel if trains else 0, dtype=dtype, device=recorded.spare.device)  # no nan: compared
+        numel = block_bytes(layout, itemsize=1) if trains else 0
+        self.buffer = torch.zeros(numel, dtype=dtype, device=recorded.spare.device)  # no nan: compared
         recorded.spare.held["gradients"] = self.buffer.nbytes
-        begins: dict[int | None, int] = {}
-        for unit in reversed(layout.of_kind("block")):
-            begins[unit.block] = unit.start
-        self.begin_of = {t.start: t.start - begins[u.block] for u in layout.of_kind("block") for t in u.tensors}
-        self.received: dict[str, tuple[FlatTensor, torch.Tensor]] = {}  # tensors of the current block, their weights
         self.sink: Sink = NOTHING  # unless a backward pass is running
 
     def in_front_of(self, sink: Sink) -> "UnitGradients":
-        """Sets the sink that receives the gradients from now on."""
+        """Sets the sink that receives the gradients from now on: none, after a backward pass."""
         self.sink = sink
         self.received.clear()
         return self
-
-    def leave(self) -> None:
-        """The backward pass is over: drops the sink, which holds a reference to the Reverse."""
-        self.received.clear()
-        self.sink = NOTHING
 
     def view(self, tensor: FlatTensor) -> torch.Tensor:
         """The tensor's place in the buffer."""
         begin = self.begin_of[tensor.start]
         return self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
-
-    # -- RecordableSink --------------------------------------------------------------------------------------------
 
     def state(self, units: list[Unit]) -> Hashable:
         """Whether the next products overwrite or add."""
@@ -280,17 +246,6 @@ class UnitGradients(RecordableSink):
 
     def memory(self, units: list[Unit]) -> list[torch.Tensor]:
         return [self.buffer]
-
-    def mark(self) -> dict[str, tuple[FlatTensor, torch.Tensor]]:
-        return dict(self.received)
-
-    def rewind(self, mark: dict[str, tuple[FlatTensor, torch.Tensor]]) -> None:  # type: ignore[override]
-        self.received = dict(mark)
-
-    def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
-        self.received |= {tensor.name: (tensor, w) for tensor, w in offers}
-
-    # -- Sink ------------------------------------------------------------------------------------------------------
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """Computes the product in its place in the buffer."""

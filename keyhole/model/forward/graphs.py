@@ -82,7 +82,7 @@ class BlockGraphs(Recorder):
             key: tuple = (conductor.current.index, conductor.block_at_once, addresses, shape, tuple(kwargs), inputs)
             key = key if added is None else (*key, unit.index, added)
             here = (key, unit.index)
-            if not self.is_due(here) or not self.has_room(key) or self.checked.get(here) is False:
+            if not self.is_due(here) or not self.may_run(key) or self.checked.get(here) is False:
                 return ordinary(*args, **kwargs)
             self._use_own_vectors(vectors, first, span, key)
             return self._replay(here, ordinary, args, kwargs)

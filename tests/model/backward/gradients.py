@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import keyhole
 from keyhole.model.backward.reverse import Reverse
-from keyhole.model.backward.sink import Sink, SinkPolicy
+from keyhole.model.backward.sink import Sink
 from keyhole.model.structure.layout import FlatTensor, Unit
 from tests.model.decoders import config
 
@@ -24,7 +24,6 @@ class Collect(Sink):
 
     def __init__(self, accepts: bool = True, accumulates: bool = False) -> None:
         self.accepts, self.accumulates = accepts, accumulates
-        self.policy = SinkPolicy(accumulates=accumulates)
         self.found: Gradients = {}
         self.offers = 0
         self.finished_units: list[str] = []

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import keyhole
 from keyhole.model.backward.activation_store import ActivationStore
-from keyhole.model.backward.compiled import TELLS, Saved, linears_offer
+from keyhole.model.backward.compiled import TELLS, CompiledCall, linears_offer
 from tests.matrix import in_every_run
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, load
 from tests.model.decoders import batch, config
@@ -77,7 +77,8 @@ def test_a_sink_cannot_decline_what_a_compiled_block_offers() -> None:
 def test_a_parameter_is_saved_as_itself() -> None:
     """It is unpacked from where it is by then; anything else comes back as it was."""
     layer, x = nn.Linear(4, 4), torch.ones(4)
-    saved = Saved(layer, [x], ActivationStore(torch.device("cpu"), to_host=True))
+    compiled: Any = None
+    saved = CompiledCall(compiled, layer, ActivationStore(torch.device("cpu"), to_host=True), (x,), {})
     packed = saved.pack(layer.weight.data)
     assert packed is layer.weight
     layer.weight.data = torch.full((4, 4), 2.0)  # as when a unit comes into another slot

@@ -36,13 +36,13 @@ class Graph(Recording):
         recorded, sink = self.recorded, self.recorded.owner.gradients.sink
         for tensor in recorded.left:
             tensor.fill_(torch.nan)
-        mark = sink.mark() if isinstance(sink, RecordableSink) else None
+        mark = dict(sink.received) if isinstance(sink, RecordableSink) else None
         result = self.run()
         self.result = result if self.result is None else self.result
         for mine, new in zip(tensors_of(self.result), tensors_of(result), strict=True):
             mine.data.copy_(new)  # the same tensors in every replay, whose versions stay
         if mark is not None:
-            sink.rewind(mark)
+            sink.received = mark
         recorded.left = [] if self.kept else [tensor.data for tensor in tensors_of(self.result)]
         recorded.replays += 1
         return self.result
