@@ -1,4 +1,4 @@
-"""One call of a block as a function of a flat list of values, and the autograd graph of one run of it.
+"""One call of a block as a function of a flat list of values, plain or compiled, and the autograd graph of one run.
 
 A block may get objects that all blocks share, in which it leaves tensors for later ones:
 
@@ -6,6 +6,22 @@ A block may get objects that all blocks share, in which it leaves tensors for la
                       block gets a copy, in every run: with the class and attributes, and the entries of its inputs
     another object    tensors in its attributes would pass the cut between two blocks unseen, and lose their gradients;
                       a block that leaves some there is refused
+
+The gain of torch.compile is explained in model/forward/compile.py. The compiled function is
+
+    checkpoint(block.forward)
+
+so the compiled backward pass contains the recomputation too, without the operations that no gradient needs. If all
+activations are kept (activations: none) the compiled function is block.forward, and its activations are saved. The
+block is an argument and its weights are inputs, so that all blocks of one kind share the code. The graph between
+forward and backward holds its inputs and parameters. Saved tensors go through `pack` and `unpack`: a parameter is saved
+by reference, since its memory may move until then (streamed weights), and an input may wait in host memory
+(activation_store.py).
+
+Fewer kernels are still launched by Python and autograd, some twenty per block: with short batches the host is the
+bottleneck again. So small blocks are recorded as CUDA graphs (recorded.py), as those that are not compiled, from the
+same compiled function; the first replay is compared with an ordinary run to the last bit.
+Its linear layers offer their gradients by operations of ours (recompute.py).
 """
 
 import copy
@@ -18,9 +34,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from keyhole.errors import UserError
-from keyhole.model.backward.activation_store import HostActivation
+from keyhole.machine.settings import Changes, compiler
+from keyhole.model.backward.activation_store import ActivationStore, HostActivation
+from keyhole.model.backward.recompute import linears_offer
+from keyhole.model.forward.compile import prepare_compiling
 
 Values = list[Any]
 Result = tuple[Any, list[dict[Any, Any]]]  # What a block returns, and what it writes into each of its mappings.
@@ -93,6 +113,66 @@ def held_tensors(objects: Values) -> set[int]:
     and dicts there."""
     leaves = [leaf for value in objects if hasattr(value, "__dict__") for leaf in tree_leaves(dict(vars(value)))]
     return {id(x) for x in leaves if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())}
+
+
+def _forward(block: nn.Module, keep: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
+    run = type(block).forward
+    return run(block, *args, **kwargs) if keep else checkpoint(run, block, *args, use_reentrant=False, **kwargs)
+
+
+def _offering_forward(block: nn.Module, keep: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The same function under another name: torch caches compiled code per function, and must not confuse the two."""
+    run = type(block).forward
+    return run(block, *args, **kwargs) if keep else checkpoint(run, block, *args, use_reentrant=False, **kwargs)
+
+
+class Compiled:
+    """Blocks compiled; one instance for all blocks of a model. keep: no recomputation. offer: the device on which
+    linear layers offer their gradients; None if they do not."""
+
+    def __init__(self, backend: str, changes: Changes, keep: bool = False) -> None:
+        self.offer: torch.device | None = None
+        self.keep = keep
+        prepare_compiling(changes)
+        changes.set(compiler("torch._functorch", "donated_buffer"), False)  # else no graph could run backward twice
+        self.run, self.run_offering = (torch.compile(f, backend=backend) for f in (_forward, _offering_forward))
+
+
+class CompiledCall(BlockCall):
+    """A call of a block, compiled. What its graph saves: parameters by reference, inputs through the store."""
+
+    def __init__(self, compiled: Compiled, block: nn.Module, store: ActivationStore, args: tuple, kwargs: Any) -> None:
+        super().__init__(block.forward, args, kwargs)
+        self.compiled, self.block, self.store = compiled, block, store
+        self.params = {p.data_ptr(): p for p in block.parameters()}
+        self.inputs: set[int] = set()  # addresses
+
+    def run(self, values: Values) -> Result:
+        own = self.compiled
+        self.inputs = {x.data_ptr() for x in values if isinstance(x, torch.Tensor) and x.requires_grad}
+        args, kwargs, _ = tree_unflatten([_fresh(value) for value in values], self.spec)
+        with linears_offer(own.offer), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            return (own.run if own.offer is None else own.run_offering)(self.block, own.keep, args, kwargs), []
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor | HostActivation:
+        param = self.params.get(x.data_ptr())
+        if param is not None and param.shape == x.shape and param.stride() == x.stride():  # not its transpose
+            return param
+        stored = self.store.put(x.detach()) if x.data_ptr() in self.inputs else x
+        if isinstance(stored, HostActivation):
+            self.on_host.append(stored)
+            return stored
+        return x
+
+    def unpack(self, value: torch.Tensor | HostActivation) -> torch.Tensor:
+        if isinstance(value, nn.Parameter):
+            return value.data
+        return value.get() if isinstance(value, HostActivation) else value
+
+
+def _fresh(value: object) -> Any:
+    """The tensor as one that is no view: compiled code is compiled again for views of another shape of tensor."""
+    return value if not isinstance(value, torch.Tensor) or value.requires_grad else value.data
 
 
 class BlockGraph:

@@ -12,6 +12,20 @@ first backward pass which call of a linear layer that is, and skips this product
 recomputation of a Llama block. It counts the saved tensors in every run; if something is saved after that call, the
 block is run once more with nothing skipped. A layer of experts (experts.py) counts as one product: if it is the last,
 its experts need not be loaded for the recomputation.
+
+In a compiled block (block_call.py) torch.compile sees two opaque custom operations:
+
+    linear(x, w, b)              y = x w^T + b
+    linear_reverse(dy, x, w)     dx = dy w; then dy and x go to the current receiver, and w may change in place
+
+The backward is one operation, so that w cannot change before dx has been computed from it. It is declared to mutate w:
+otherwise the compiler could move another read of w, the product of the block's recomputation, behind it. Inductor then
+passes w itself, in place. If w is read later on, Inductor passes a copy, and the receiver, which identifies a weight by
+its address, raises an error (sink.py) rather than update the copy. PyTorch before 2.13 cannot trace a backward that
+is declared to mutate a parameter; there nothing is declared, and only the order of the graph keeps reads of w before
+its change (tests compare compiled blocks with plain ones). The backward has a second result, the "gradient" of an
+anchor: a zero that is an input of every linear layer. Because of it the operation is never removed as dead code, even
+if dx is not needed. The weight itself gets no gradient.
 Legend: M tokens, O outputs, I inputs.
 """
 
@@ -31,28 +45,27 @@ Receiver = Callable[[nn.Parameter, torch.Tensor, torch.Tensor, bool], bool]
 
 
 class Run:
-    """One run of a block: who receives gradients, the call whose product is skipped (by its index), and counts of calls
-    of linear layers and layers of experts, and of tensors saved for backward."""
+    """One run of a block: who receives gradients, and the call whose product is skipped (by its index)."""
 
     def __init__(self, receiver: Receiver, skipped: int | None = None) -> None:
         self.receiver, self.skipped = receiver, skipped
-        self.calls = self.saved = self.saved_before_last = self.saved_by_last = 0
+        self.calls = 0  # of linear layers and layers of experts
+        self.saved_after = 0  # tensors saved for backward after the last of them
         self.uses: Counter[int] = Counter()  # number of calls per weight
 
     def called(self, saves: int) -> bool:
         """Counts another product, which will save `saves` tensors; whether it is skipped."""
-        self.calls, self.saved_before_last, self.saved_by_last = self.calls + 1, self.saved, saves
+        self.calls, self.saved_after = self.calls + 1, -saves
         return self.calls - 1 == self.skipped
 
     def save(self, x: torch.Tensor) -> torch.Tensor:
-        self.saved += 1
+        self.saved_after += 1
         return x
 
     @property
     def last_product(self) -> int | None:
         """The last call, if nothing was saved after it."""
-        nothing_after = self.calls and self.saved == self.saved_before_last + self.saved_by_last
-        return self.calls - 1 if nothing_after else None
+        return self.calls - 1 if self.calls and self.saved_after == 0 else None
 
 
 class _Linear(torch.autograd.Function):
@@ -71,14 +84,11 @@ class _Linear(torch.autograd.Function):
         (x,), weight, run = ctx.saved_tensors, ctx.weight, ctx.run
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         dx = dy @ weight.data if wants_x else None
-        dy_MO = dy.reshape(-1, dy.shape[-1])
+        dy_MO, x_MI = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         db = dy_MO.sum(dim=0) if wants_bias else None
-        dw = None
-        if wants_weight:
-            x_MI = x.reshape(-1, x.shape[-1])
-            if not run.receiver(weight, dy_MO, x_MI, run.uses[id(weight)] == 1):
-                dw = dy_MO.t() @ x_MI
-        return dx, dw, db, None
+        if wants_weight and not run.receiver(weight, dy_MO, x_MI, run.uses[id(weight)] == 1):
+            return dx, dy_MO.t() @ x_MI, db, None
+        return dx, None, db, None
 
 
 class RunsExperts(Protocol):
@@ -126,3 +136,79 @@ class Recompute:
     def wrapped(self, layer: Any, run: Run) -> Callable:
         """The forward of a layer during such a run."""
         return lambda x: _Linear.apply(x, layer.weight, layer.bias, run)
+
+
+# -- compiled blocks -------------------------------------------------------------------------------------------------
+
+AddressReceiver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (w_OI, dy_MO, x_MI)
+TELLS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+CHANGED = ("w",) if TELLS else ()
+_receivers: list[AddressReceiver | None] = []  # the last one is current
+_anchors: dict[torch.device, torch.Tensor] = {}
+
+
+@torch.library.custom_op("keyhole::linear", mutates_args=())
+def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anchor: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w, b)
+
+
+@_linear.register_fake
+def _linear_shape(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anchor: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+@torch.library.custom_op("keyhole::linear_reverse", mutates_args=CHANGED)
+def _linear_reverse(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        dx = dy @ w
+        receiver = _receivers[-1]
+        assert receiver is not None, "no backward pass is running"
+        receiver(w, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+    return dx, torch.zeros(1, device=dy.device)
+
+
+@_linear_reverse.register_fake
+def _linear_reverse_shape(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return dy.new_empty((*dy.shape[:-1], w.shape[1])), torch.zeros(1, device=dy.device)
+
+
+def _setup(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    x, w, b, _ = inputs
+    ctx.save_for_backward(x, w)
+    ctx.has_bias = b is not None
+
+
+def _reverse(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    db = dy.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
+    dx, anchored = torch.ops.keyhole.linear_reverse(dy, x, w)
+    return dx, None, db, anchored
+
+
+_linear.register_autograd(_reverse, setup_context=_setup)
+
+
+def _linear_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    if layer.weight.requires_grad and type(layer) is nn.Linear:
+        return torch.ops.keyhole.linear(x, layer.weight, layer.bias, _anchors[x.device])
+    return F.linear(x, layer.weight, layer.bias)
+
+
+@contextmanager
+def linears_offer(device: torch.device | None, receiver: AddressReceiver | None = None) -> Iterator[None]:
+    """A context for forward, recomputation and backward pass of a compiled block, in which linear layers are the
+    operations above, if there is a device. receiver: gets their offers, in a backward pass."""
+    if device is None:
+        yield
+        return
+    if device not in _anchors:  # must not be created inside compiled code
+        _anchors[device] = torch.zeros(1, device=device, requires_grad=True)
+    linear: Any = nn.Linear
+    before, linear.forward = linear.forward, _linear_forward
+    _receivers.append(receiver)
+    try:
+        yield
+    finally:
+        _receivers.pop()
+        _anchors[device].grad = None
+        linear.forward = before

@@ -30,9 +30,9 @@ from keyhole.errors import UserError
 from keyhole.machine.settings import expandable_segments, no_stream_warning
 from keyhole.model.backward.activation_store import ActivationStore, KeptBlocks
 from keyhole.model.backward.attention import exact_attention
-from keyhole.model.backward.compiled import Compiled, linears_offer
+from keyhole.model.backward.block_call import Compiled
 from keyhole.model.backward.experts import ExpertGradients
-from keyhole.model.backward.recompute import Recompute
+from keyhole.model.backward.recompute import Recompute, linears_offer
 from keyhole.model.backward.recorded import RecordedBlocks, has_room
 from keyhole.model.backward.refusals import check_hooks, check_model, refused_losses
 from keyhole.model.backward.sink import HandOver, Sink

@@ -7,7 +7,7 @@ ways, and is handed over once, when it is complete (`HandOver`):
     offer          a linear layer offers the factors (dy, x) of its gradient (recompute.py). The sink may take them if
                    they are the whole gradient (the block and the weight are used once in the step), or if it sums
                    products itself
-    offer_at       the same from a compiled block, which knows its weights by their addresses (compiled.py)
+    offer_at       the same from a compiled block, which knows its weights by their addresses (recompute.py)
     accumulated    autograd has added to param.grad: handed over after the last visit of the block
 
 The sink gets the weights as they are stored at home, which may have another dtype than those that the block computes

@@ -7,7 +7,7 @@ block. Each visit of a block by a pass is one of two:
                   (activation_store.py), and the block is recomputed in the backward pass. Small blocks run as CUDA
                   graphs (recorded.py)
     KeptGraph     the block's own graph is kept: no recomputation, all activations in memory. That of a compiled block
-                  (compiled.py) holds only its inputs
+                  (block_call.py) holds only its inputs
 
 `Reverse` decides which, once per step, from the setting `activations`:
 
@@ -37,8 +37,17 @@ from torch.utils.weak import TensorWeakRef
 
 from keyhole.errors import UserError
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
-from keyhole.model.backward.block_call import KNOWN, BlockCall, BlockGraph, Gradients, Result, Values, held_tensors
-from keyhole.model.backward.compiled import Compiled, CompiledCall
+from keyhole.model.backward.block_call import (
+    KNOWN,
+    BlockCall,
+    BlockGraph,
+    Compiled,
+    CompiledCall,
+    Gradients,
+    Result,
+    Values,
+    held_tensors,
+)
 from keyhole.model.forward.hooks import replaced_forwards
 
 RunAgain = Callable[[Callable[[], Any]], Any]

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import keyhole
 from keyhole.model.backward.activation_store import ActivationStore
-from keyhole.model.backward.compiled import TELLS, CompiledCall, linears_offer
+from keyhole.model.backward.block_call import CompiledCall
+from keyhole.model.backward.recompute import TELLS, linears_offer
 from tests.matrix import in_every_run
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, load
 from tests.model.decoders import batch, config
