@@ -110,5 +110,5 @@ def _end(found: "Found", table: "list[Row]", chosen: "Row | None") -> list[str]:
         lines.append("Changes of it that would fit, cheapest first:")
     if row is not None:
         changes = cheapest_changes(question, row.method, row.placement, row.wire)
-        lines += [f"  {change}" for change in changes] or [NOTHING]
+        lines += [f"  {change}, {change.row.step_seconds:.3g} s per step" for change in changes] or [NOTHING]
     return lines

@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from keyhole.machine.host import host_memory
-from keyhole.machine.sizes import about
+from keyhole.machine.sizes import GIB, about
+from keyhole.machine.text import counted
 from keyhole.methods import METHODS
 from keyhole.methods.traits import Traits
 from keyhole.methods.workload import Workload
@@ -69,21 +70,14 @@ def settings_of(row: Row, question: Question) -> str:
 def reason(row: Row, rows: Sequence[Row], question: Question) -> str:
     """The reason for the choice, in one sentence."""
     rows = _to_choose_from(rows)
-    fitting = len(rows)
     if not row.full:
         return f"nothing that trains all parameters fits; {row.method} trains adapters beside them"
     fastest = min((other for other in rows if other.full), key=lambda other: other.hours)
-    count = f"the {fitting} rows that fit" if fitting != 1 else "the one row that fits"
-    learns = f"learns what {question.steps:,.0f} steps of AdamW learn in {row.hours:.2g} h"
+    learns = f"learns what {question.steps:,.0f} steps of AdamW learn in {row.hours:.2g} h, bound by {row.bound_by}"
     if fastest is row:
-        others = [other for other in rows if other.full and other.method != row.method]
-        next_best = min(others, key=lambda other: other.hours, default=None)
-        against = "" if next_best is None else f" (next {next_best.method}, {next_best.hours:.2g} h)"
-        which = f"the fastest of {count}" if fitting != 1 else count
-        return f"{which}: {learns}{against}; bound by {row.bound_by}"
+        return f"the fastest of {counted(len(rows), 'row')} that fit: {learns}"
     near = f"{fastest.method} {fastest.placement}, {fastest.hours:.2g} h, {about(fastest.gpu_bytes)}"
-    nearly = f"within {NEAR - 1:.0%} of the fastest of {count} ({near})"
-    return f"{learns}, {nearly}, with less GPU memory; bound by {row.bound_by}"
+    return f"{learns}; within {NEAR - 1:.0%} of the fastest ({near}), with less GPU memory"
 
 
 @dataclass(frozen=True)
@@ -95,67 +89,50 @@ class Change:
     kind: int
 
     def __str__(self) -> str:
-        gib = 2**30
-        return (
-            f"{self.settings}: {self.row.gpu_bytes / gib:.1f} GiB of GPU memory, {self.row.host_bytes / gib:.1f} GiB "
-            f"of host memory, {self.row.step_seconds:.3g} s per step"
-        )
+        gpu, host = self.row.gpu_bytes / GIB, self.row.host_bytes / GIB
+        return f"{self.settings}: {gpu:.1f} GiB of GPU memory, {host:.1f} GiB of host memory"
 
 
 def cheapest_changes(
     question: Question, method: str, placement: str, wire: str | None = None, count: int = COUNT
 ) -> list[Change]:
-    """At most `count` changes that make this method fit, or another one."""
-    traits, found = METHODS[method], list[Change]()
-    for kind, settings, changed, other, where, form in _candidates(question, traits, placement, wire):
+    """At most `count` changes that make this method fit, or another one: the cheapest of each setting."""
+    found = list[Change]()
+    for kind, settings, changed, other, where, form in _candidates(question, METHODS[method], placement, wire):
         row = plan_row(changed, other, where, form)
         if row is not None and row.fits:
             found.append(Change(settings, row, kind))
     found.sort(key=lambda change: (change.kind, change.row.step_seconds))
-    return _apart(found)[:count]
-
-
-def _apart(found: list[Change]) -> list[Change]:
-    """The first change of each setting, regardless of its value."""
     kept: dict[str, Change] = {}
     for change in found:
         key, _, value = change.settings.partition("=")
         kept.setdefault(f"{key} {value.split()[0]}" if key == "method" else key, change)
-    return list(kept.values())
+    return list(kept.values())[:count]
 
 
 Candidate = tuple[int, str, Question, Traits, str, str | None]
 
 
 def _candidates(question: Question, traits: Traits, placement: str, wire: str | None) -> Iterator[Candidate]:
-    places = ("auto", "stream") if traits.streams else ("resident",)
-    for where in places:
-        if where != placement:
-            yield 0, f"placement={where}", question, traits, where, wire
-    for at in dict.fromkeys((placement, *places) if placement in places else places):
+    """(kind, settings, question, method, placement, wire) of every change."""
+    own = list(_own_changes(question, traits))
+    width = question.dtype.itemsize if wire is None else bytes_per_element(wire)
+    for at in sorted(("auto", "stream") if traits.streams else ("resident",), key=lambda place: place != placement):
         shown = "" if at == placement else f" placement={at}"
-        own = list(_own_changes(question, traits))
-        for settings, changed in own:
-            yield 0, settings + shown, changed, traits, at, wire
+        for settings, changed in [("", question), *own] if shown else own:
+            yield 0, (settings + shown).strip(), changed, traits, at, wire
         for settings, changed in (("", question), *own):
-            smaller = _halved(changed, traits, at, wire)
-            if smaller is not None:
-                text = f"batch_size={smaller.batch} gradient_accumulation_steps={smaller.accumulation}"
-                yield 0, f"{text} {settings}".rstrip() + shown, smaller, traits, at, wire
+            if (smaller := _first(_halved(changed), traits, at, wire)) is not None:
+                text = f"batch_size={smaller.batch} gradient_accumulation_steps={smaller.accumulation} {settings}"
+                yield 0, text.rstrip() + shown, smaller, traits, at, wire
                 break
-        width = question.dtype.itemsize if wire is None else bytes_per_element(wire)
         for form in traits.all_wires(question.settings.get(traits.name) or traits.settings()):
             if bytes_per_element(form) < width:
                 yield 1, f"wire={form}{shown}", question, traits, at, form
         if question.dtype == torch.float32 and wire is None:
             yield 1, f"dtype=bfloat16{shown}", replace(question, dtype=torch.bfloat16), traits, at, None
-        length = question.length
-        while length > SHORTEST:
-            length //= 2
-            shorter = replace(question, length=length)
-            if _fits(shorter, traits, at, wire):
-                yield 2, f"max_length={length}{shown}", shorter, traits, at, wire
-                break
+        if (shorter := _first(_shortened(question), traits, at, wire)) is not None:
+            yield 2, f"max_length={shorter.length}{shown}", shorter, traits, at, wire
     for other in METHODS.values():
         if other.name != traits.name and not other.keeps_base:
             for at in ("resident", "auto", "stream") if other.streams else ("resident",):
@@ -163,18 +140,26 @@ def _candidates(question: Question, traits: Traits, placement: str, wire: str | 
                 yield 2, f"method={other.name}{shown}", question, other, at, None
 
 
-def _halved(question: Question, traits: Traits, placement: str, wire: str | None) -> Question | None:
-    """The same step in smaller micro-batches: the largest that fit."""
-    while question.batch > 1:
-        question = replace(question, batch=-(-question.batch // 2), accumulation=2 * question.accumulation)
-        if _fits(question, traits, placement, wire):
+def _first(changed: Iterator[Question], traits: Traits, placement: str, wire: str | None) -> Question | None:
+    """The first that fits."""
+    for question in changed:
+        row = plan_row(question, traits, placement, wire)
+        if row is not None and row.fits:
             return question
     return None
 
 
-def _fits(question: Question, traits: Traits, placement: str, wire: str | None) -> bool:
-    row = plan_row(question, traits, placement, wire)
-    return row is not None and row.fits
+def _halved(question: Question) -> Iterator[Question]:
+    """The same step in smaller micro-batches."""
+    while question.batch > 1:
+        question = replace(question, batch=-(-question.batch // 2), accumulation=2 * question.accumulation)
+        yield question
+
+
+def _shortened(question: Question) -> Iterator[Question]:
+    while question.length > SHORTEST:
+        question = replace(question, length=question.length // 2)
+        yield question
 
 
 def _own_changes(question: Question, traits: Traits) -> Iterator[tuple[str, Question]]:
@@ -190,12 +175,10 @@ def _own_changes(question: Question, traits: Traits) -> Iterator[tuple[str, Ques
 def said(
     module: nn.Module, placement: str, gpu_bytes: int | None, formats: Wire, device: torch.device, work: Workload
 ) -> str:
-    """For a refusal: the cheapest changes, one per line; "" if no change is known to fit, or nothing is trained.
-    Seconds are left out if this machine's rates are not known."""
+    """For a refusal: the cheapest changes, one per line; "" if no change is known to fit, or nothing is trained."""
     if work.method not in METHODS:
         return ""
-    rates = known(device)
-    guess = rates or next(iter(PROFILES.values()))
+    guess = known(device) or next(iter(PROFILES.values()))
     cuda = device.type == "cuda"
     row = METHODS[work.method]
     own = work.settings or row.settings()
@@ -216,7 +199,4 @@ def said(
     )
     wire = None if formats.plain == formats.dtype and not formats.packs else formats.name
     found = cheapest_changes(question, work.method, placement, wire)
-    if not found:
-        return ""
-    lines = [str(change) if rates is not None else str(change).rpartition(",")[0] for change in found]
-    return "\nWhat would fit, cheapest first:\n" + "\n".join(f"  {line}" for line in lines)
+    return "\nWhat would fit, cheapest first:\n" + "\n".join(f"  {change}" for change in found) if found else ""

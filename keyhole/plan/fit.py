@@ -18,8 +18,8 @@ method's own formula (`device_bytes` of its row, methods/traits.py); here is wha
                       were streamed; gradients are exchanged unit by unit in float32, with a send and a receive buffer
     shared homes      ranks on one machine that all have all weights keep one copy of streamed blocks between them
 
-A refusal names the minimum, what fills it, and which settings would need less: those that exist for the method and can
-still be lowered. Of a baseline, whose other needs are not planned, only the weights are named.
+A refusal names the minimum and what fills it; placement.py adds the changes that would fit. Of a baseline, whose other
+needs are not planned, only the weights are named.
 """
 
 from bisect import bisect_left
@@ -56,40 +56,14 @@ def parts(device_bytes: Any, trains: bool = True) -> str:
     return ", ".join(f"{name}: {about(count)}" for name, count in found.items() if count)
 
 
-def below_minimum(budget: int, smallest: DeviceBytes, work: Workload, weights_bytes: int, itemsize: int) -> DoesNotFit:
-    """The budget is too small even with everything streamed that can be."""
-    row = METHODS.get(work.method)
-    if row is None:  # forward passes only: there are no settings of training
-        fix = ", or use dtype=bfloat16" if itemsize > 2 and work.method != "replay" else ""
-        return DoesNotFit(
-            f"gpu_memory: {about(budget)} is below the minimum of {enough(smallest.total)} for this model and "
-            f"{work.method} ({parts(smallest, trains=False)}). Raise gpu_memory{fix}."
-        )
-    if not row.streams:
-        return DoesNotFit(
-            f"gpu_memory: {about(budget)} cannot hold the weights, {about(weights_bytes)}, and {work.method} cannot "
-            f"stream them. Raise gpu_memory, or use method={streaming_methods()}."
-        )
-    own = work.settings or row.settings()
-    passes = f"{work.passes} pass{'es' if work.passes > 1 else ''}"
-    whole = " Compiled blocks are not cut: compile=false needs less." if own.whole_blocks else ""
-    lower = ["batch_size", "max_length"]
-    lower += ["gradient_accumulation_steps"] if work.passes > own.passes else []
-    lower += own.advice.lower
-    change = "".join(f", or set {setting}" for setting in own.advice.change)
+def too_small(budget: int, needed: DeviceBytes, work: Workload, streamed: bool, fix: str = "") -> DoesNotFit:
+    """The budget cannot hold a resident model, or the least that a streamed one needs. fix: beside raising it."""
+    trains = work.method in METHODS
+    least = "the minimum of {}" if streamed else "the {} that placement=resident needs"
+    at = f" at {work.tokens} tokens per pass" if trains else ""
     return DoesNotFit(
-        f"gpu_memory: {about(budget)} is below the minimum of {enough(smallest.total)} for this model and "
-        f"{work.method} at {work.tokens} tokens per pass and {passes} ({parts(smallest)}). Raise gpu_memory, or lower "
-        f"{', '.join(lower[:-1])} or {lower[-1]}{change}.{whole}"
-    )
-
-
-def resident_too_large(budget: int, needed: DeviceBytes, work: Workload, streams: bool) -> DoesNotFit:
-    """placement=resident in a budget that cannot hold it."""
-    return DoesNotFit(
-        f"gpu_memory: {about(budget)} is below the {enough(needed.total)} that placement=resident needs for this model "
-        f"and {work.method} at {work.tokens} tokens per pass ({parts(needed)}). Raise gpu_memory"
-        + (", or use placement=auto, which streams what does not fit." if streams else ".")
+        f"gpu_memory: {about(budget)} is below {least.format(enough(needed.total))} for this model and {work.method}"
+        f"{at} ({parts(needed, trains)}). Raise gpu_memory{fix}."
     )
 
 
@@ -183,8 +157,13 @@ def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_l
     if found:
         _, layout, streamed = min(found, key=lambda one: one[0])
         return layout, streamed
-    weights_bytes = sum(formats.homes(layout))
-    raise below_minimum(budget, smallest, costs.work, weights_bytes, formats.dtype.itemsize)
+    if costs.row is not None and not costs.row.streams:
+        raise DoesNotFit(
+            f"gpu_memory: {about(budget)} cannot hold the weights, {about(sum(formats.homes(layout)))}, and "
+            f"{costs.work.method} cannot stream them. Raise gpu_memory, or use method={streaming_methods()}."
+        )
+    halves = costs.row is None and formats.dtype.itemsize > 2 and costs.work.method != "replay"
+    raise too_small(budget, smallest, costs.work, streamed=True, fix=", or use dtype=bfloat16" if halves else "")
 
 
 def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: int) -> set[int]:

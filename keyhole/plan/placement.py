@@ -10,14 +10,13 @@ budget, refuses what fits neither device nor host before any weight is read (wit
 it fit, advice.py), and says what was decided, one line per decision, for the start block.
 """
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from keyhole.errors import UserError, warn
+from keyhole.errors import UserError, listed, warn
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.probe import workspace_bytes
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
@@ -32,10 +31,9 @@ from keyhole.model.structure.reach import is_unreached
 from keyhole.model.weights.format import Wire
 from keyhole.plan.advice import said
 from keyhole.plan.dtype import check_trainable
-from keyhole.plan.fit import UNIT_BYTES, Costs, DoesNotFit, fit, parts, resident_too_large
+from keyhole.plan.fit import UNIT_BYTES, Costs, DoesNotFit, fit, parts, too_small
 
 USABLE = 0.95  # share of the device's memory, if no budget is given
-MOST_NAMED = 4
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
 
@@ -149,9 +147,10 @@ def _cut(
         have = torch.cuda.get_device_properties(device).total_memory
         sure = sum(getattr(resident, part, 0) for part in ("homes", "gradients", "state"))
         if not costs.is_planned and sure > have:
-            raise resident_too_large(have, resident, costs.work, streams=False)
+            raise too_small(have, resident, costs.work, streamed=False)
     if have is not None and costs.is_planned and resident.total > have:
-        raise resident_too_large(have, resident, costs.work, blocks)
+        fix = ", or use placement=auto, which streams what does not fit" if blocks else ""
+        raise too_small(have, resident, costs.work, streamed=False, fix=fix)
     return whole, set()
 
 
@@ -261,23 +260,8 @@ def outside_lines(module: nn.Module, layout: Layout) -> list[str]:
         numel = sum(tensor.shape.numel() for tensor in frozen)
         lines.append(
             f"frozen: {numel:,} parameters ({numel / total:.1%}) that a batch of tokens never reaches: "
-            + _frozen_parts({t.name for t in frozen}, {t.name for t in layout.tensors if not is_unreached(t.param)})
+            + listed([tensor.name for tensor in frozen])
         )
     if untried := getattr(module, "keyhole_untried", ""):
         lines.append(f"all parameters count as used: a forward without weights, which would tell, fails ({untried})")
     return lines
-
-
-def _frozen_parts(frozen: set[str], reached: set[str]) -> str:
-    """The outermost modules with only frozen parameters; `*` stands for numbers."""
-    prefixes = {name[:end] for name in reached for end in range(len(name)) if name[end] == "."}
-    parts: dict[str, None] = {}
-    for name in sorted(frozen):
-        steps = name.split(".")
-        outermost = next(
-            (".".join(steps[:n]) for n in range(1, len(steps)) if ".".join(steps[:n]) not in prefixes), name
-        )
-        parts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", outermost)] = None
-    named = list(parts)
-    more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    return ", ".join(named[:MOST_NAMED]) + more

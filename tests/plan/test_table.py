@@ -143,8 +143,8 @@ def test_the_recommended_row_fits_and_needs_the_fewest_hours() -> None:
     fastest = min(full, key=lambda row: row.hours)
     assert ("the fastest" in why) and (best is fastest or fastest.method in why)
     alone = advice.reason(fastest, [fastest], question(llama_7b()))
-    assert alone.startswith("the one row that fits: learns what ")
-    assert re.match(r"the fastest of the \d+ rows that fit: ", advice.reason(fastest, full, question(llama_7b())))
+    assert alone.startswith("the fastest of 1 row that fit: learns what ")
+    assert re.match(r"the fastest of \d+ rows that fit: ", advice.reason(fastest, full, question(llama_7b())))
     assert advice.recommended([replace(row, fits=False) for row in table]) is None
 
 
@@ -286,7 +286,7 @@ def test_what_a_run_would_be_refused_for_is_not_recommended() -> None:
     fp8, plain = (replace(by_wire[wire], fits=True, hours=hours) for wire, hours in (("fp8", 1.0), (None, 9.0)))
     assert advice.recommended([fp8, plain]) is plain
     said = advice.reason(plain, [fp8, plain], question(small()))
-    assert "the one row that fits" in said and "within" not in said
+    assert "the fastest of 1 row" in said and "within" not in said
     assert advice.recommended([fp8, replace(plain, fits=False)]) is fp8
     few = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",), steps=40))
     assert not any(row.refused for row in few)

@@ -24,7 +24,7 @@ from keyhole import ops
 from keyhole.methods.apollo_mini.traits import APOLLO_MINI, APOLLOMiniConfig
 from keyhole.methods.base import Saved, State
 from keyhole.methods.lomo.method import LOMO
-from keyhole.methods.lomo.update import Now, Update, by_tensor
+from keyhole.methods.lomo.update import Now, Update
 from keyhole.model.structure.layout import FlatTensor
 
 GROWTH = 1.01
@@ -33,14 +33,14 @@ TINY = 1e-30  # smaller than any norm that matters
 
 
 class APOLLOUpdate(Update):
-    """The rule with its moments, by the names of tensors."""
+    """The rule with its moments."""
 
     own: APOLLOMiniConfig
     whole_tensors = True
+    keys = frozenset({"lost", "exp_avg", "exp_avg_sq", "length"})
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.moments: dict[str, dict[str, torch.Tensor]] = {}
         self.updates: dict[str, int] = {}  # of a tensor; fewer than steps if it was frozen, or had no gradient
 
     def rule(
@@ -60,8 +60,7 @@ class APOLLOUpdate(Update):
         length = torch.linalg.vector_norm(grad_MN, dtype=torch.float32) * self.scale
         step = torch.linalg.vector_norm(self._adam(tensor.name, sketch))
         factor = step / torch.linalg.vector_norm(sketch).clamp(min=TINY)
-        moments = self.moments[tensor.name]
-        last = moments.setdefault("length", torch.zeros_like(length))
+        last = self.kept[tensor.name].setdefault("length", torch.zeros_like(length))
         growth = torch.where(last > 0, GROWTH * last / (factor * length).clamp(min=TINY), 1.0)
         factor = factor * growth.clamp(max=1.0)
         last.copy_(factor * length)
@@ -78,7 +77,7 @@ class APOLLOUpdate(Update):
 
     def _adam(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """Adam's step for a vector; updates its moments."""
-        moments, own = self.moments.setdefault(name, {}), self.own
+        moments, own = self.kept[name], self.own
         if "exp_avg" not in moments:
             moments |= {"exp_avg": torch.zeros_like(grad), "exp_avg_sq": torch.zeros_like(grad)}
         count = self.updates[name] = self.updates.get(name, 0) + 1
@@ -88,18 +87,12 @@ class APOLLOUpdate(Update):
         return (exp_avg / root).div_(1 - own.beta1**count)
 
     def state(self) -> State:
-        moments = {f"{name}/{key}": v for name, each in self.moments.items() for key, v in each.items()}
-        fewer = {f"{name}/{UPDATES}": n for name, n in self.updates.items() if n != self.now.step}
-        return super().state() | moments | fewer
+        return super().state() | {f"{name}/{UPDATES}": n for name, n in self.updates.items() if n != self.now.step}
 
     def load(self, state: Saved, step: int) -> None:
         super().load(state, step)
         self.now = Now(step=step)
-        self.moments = {}
-        for key, found in by_tensor(state, {"exp_avg", "exp_avg_sq", "length"}, self.model.device).items():
-            for name, value in found.items():
-                self.moments.setdefault(name, {})[key] = value
-        self.updates = {name: int(state.get(f"{name}/{UPDATES}", step)) for name in self.moments}
+        self.updates = {name: int(state.get(f"{name}/{UPDATES}", step)) for name in self.kept}
 
 
 class APOLLOMini(LOMO):

@@ -17,32 +17,30 @@ from typing import Any
 import torch
 
 from keyhole import ops
-from keyhole.methods.base import Saved, State
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.traits import ADALOMO
-from keyhole.methods.lomo.update import Update, by_tensor
+from keyhole.methods.lomo.update import Update
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.adalomo import moment_decay
 
-Moments = dict[str, torch.Tensor]
-
 
 class AdaLOMOUpdate(Update):
-    """The rule with its moments, by the names of tensors."""
+    """The rule with its moments."""
 
     whole_tensors = True
+    keys = frozenset({"lost", "row", "col", "v"})
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.moments: dict[str, Moments] = {}
         self.stacks = {id(t.param): t for t in self.model.layout.tensors if t.experts}
 
-    def moments_of(self, tensor: FlatTensor) -> Moments:
+    def moments_of(self, tensor: FlatTensor) -> dict[str, torch.Tensor]:
         """For an expert: its slice of the stack's moments."""
         whole = self.stacks.get(id(tensor.param), tensor)
-        if whole.name not in self.moments:
-            self.moments[whole.name] = ops.adalomo_state(whole.shape, self.model.device)
-        state = self.moments[whole.name]
+        kept = self.kept[whole.name]
+        if not kept.keys() - {"lost"}:
+            kept |= ops.adalomo_state(whole.shape, self.model.device)
+        state = {key: value for key, value in kept.items() if key != "lost"}
         if whole.shape == tensor.shape:
             return state
         expert = (tensor.start - whole.start) // tensor.shape.numel()
@@ -58,16 +56,6 @@ class AdaLOMOUpdate(Update):
         state = self.moments_of(tensor)
         when: dict[str, Any] = {"lr": rate, "beta": beta, "t": self.now.step}
         ops.adalomo_update_(w, grad, state, weight_decay=decay, scale=self.scale, **when, **how)
-
-    def state(self) -> State:
-        return super().state() | {f"{name}/{key}": v for name, each in self.moments.items() for key, v in each.items()}
-
-    def load(self, state: Saved, step: int) -> None:
-        super().load(state, step)
-        self.moments = {}
-        for key, found in by_tensor(state, {"row", "col", "v"}, self.model.device).items():
-            for name, value in found.items():
-                self.moments.setdefault(name, {})[key] = value
 
 
 class AdaLOMO(LOMO):

@@ -25,6 +25,7 @@ keeps state.
 
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,7 @@ class Update(Sink):
 
     by_expert = True
     whole_tensors = False  # True: the rule needs a tensor's whole gradient, not only some of its elements
+    keys = frozenset({"lost"})  # of its state; lost: rounding errors kept by Kahan summation
 
     def __init__(self, model: Model, own: LOMOSettings, numbers: StepNumbers | None, offers: bool) -> None:
         self.model, self.own, self.numbers, self.now = model, own, numbers, Now()
@@ -99,7 +101,7 @@ class Update(Sink):
         matrices = [t.matrix for u in model.layout.of_kind("block") for t in u.tensors if len(t.matrix) == 2]
         largest = max((shape.numel() for shape in matrices), default=0) if offers or model.layout.experts else 0
         self.buffer = torch.empty(largest, dtype=model.dtype, device=model.device)
-        self.compensation: dict[str, torch.Tensor] = {}  # rounding errors kept by Kahan summation
+        self.kept: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # state, by tensor and key
 
     def begin(self, now: Now) -> None:
         """Called before the backward pass whose gradients are applied."""
@@ -168,11 +170,12 @@ class Update(Sink):
 
     def rounding_of(self, tensor: FlatTensor, w: torch.Tensor, tally: Tally) -> dict[str, Any]:
         rounding = "nearest" if w.dtype == torch.float32 else self.own.rounding
-        if rounding == "kahan" and tensor.name not in self.compensation:
-            self.compensation[tensor.name] = torch.zeros_like(w)
+        own = self.kept[tensor.name]
+        if rounding == "kahan" and "lost" not in own:
+            own["lost"] = torch.zeros_like(w)
         return {
             "rounding": rounding,
-            "compensation": self.compensation[tensor.name] if rounding == "kahan" else None,
+            "compensation": own.get("lost") if rounding == "kahan" else None,
             "offset": tensor.start,
             "seed": self.own.seed,
             "step": self.now.step,
@@ -192,20 +195,15 @@ class Update(Sink):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        return {f"{name}/lost": tensor for name, tensor in self.compensation.items()}
+        return {f"{name}/{key}": value for name, own in self.kept.items() for key, value in own.items()}
 
     def load(self, state: Saved, step: int) -> None:
-        self.compensation = by_tensor(state, {"lost"}, self.model.device).get("lost", {})
-
-
-def by_tensor(state: Saved, keys: set[str], device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
-    """Copies of the entries `name/key` of a state, by key and name."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for full_name, value in state.items():
-        name, _, key = full_name.rpartition("/")
-        if key in keys:
-            found.setdefault(key, {})[name] = value.to(device, copy=True)
-    return found
+        """Loads copies."""
+        self.kept.clear()
+        for full_name, value in state.items():
+            name, _, key = full_name.rpartition("/")
+            if key in self.keys:
+                self.kept[name][key] = value.to(self.model.device, copy=True)
 
 
 class Shards(GradientParts):

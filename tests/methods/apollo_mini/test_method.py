@@ -85,7 +85,7 @@ def test_state_is_that_of_a_vector_per_matrix() -> None:
     opt = APOLLOMini(load(), LR)
     train(opt, 1)
     tensor = next(t for t in opt.model.layout.tensors if t.name.endswith("up_proj.weight"))
-    assert sum(moment.numel() for moment in opt.update.moments[tensor.name].values()) == 2 * max(tensor.shape) + 1
+    assert sum(moment.numel() for moment in opt.update.kept[tensor.name].values()) == 2 * max(tensor.shape) + 1
 
 
 def test_it_learns() -> None:

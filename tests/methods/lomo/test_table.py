@@ -54,7 +54,7 @@ def test_adalomo_has_factors_per_chunk(tied: bool) -> None:
             p.grad = None
         opt.step(batches(t))
         assert float(opt.metrics()["grad_norm"]) == pytest.approx(float(norm), rel=1e-4)
-    assert opt.update.moments[f"model.embed_tokens.weight[0:{ROWS}]"]["row"].shape == (ROWS,)
+    assert opt.update.kept[f"model.embed_tokens.weight[0:{ROWS}]"]["row"].shape == (ROWS,)
     assert all(close(tensor, params[name].data, 1e-4) for name, tensor in weights(model).items())
 
 
@@ -84,7 +84,7 @@ def test_a_gradient_that_is_not_finite_leaves_a_chunk_alone(monkeypatch: pytest.
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         home = next(model.home(t) for t in model.layout.tensors if t.name == name)
         assert torch.equal(home[:ROWS], before[name][:ROWS]) and not torch.equal(home[ROWS:], before[name][ROWS:])
-        assert not any(moment.any() for moment in opt.update.moments[f"{name}[0:{ROWS}]"].values())
+        assert not any(moment.any() for moment in opt.update.kept[f"{name}[0:{ROWS}]"].values())
     with pytest.raises(UserError, match="not finite"):
         opt.step(batches(1))
 
