@@ -106,11 +106,10 @@ def planned_line(case: Case, rates: Rates, measured: dict[str, float], quick: bo
     clips, own = case.options.get("max_grad_norm") is not None, {case.method: settings_of(case)}
     asked = Question(
         module, dtype, rates, limit, 2**50, case.batch, case.length, case.micro_batches, STEPS, clips, settings=own,
-        is_budget=budget is not None,
     )  # fmt: skip
     layout, streamed = asked.find(module), set[int]()
     if case.system == STREAMED:
-        room = Room(Wire(dtype, case.wire), rates.workspace_bytes, limit, budget is not None)
+        room = Room(Wire(dtype, case.wire), rates.workspace_bytes, limit)
         layout, streamed = fit(module, Costs(asked.workload(row), room, row), budget, asked.find)
     found = make_row(asked, row, "stream" if streamed else "resident", case.wire, layout, streamed)
     planned = {"gpu": found.gpu_bytes, "host": found.host_bytes, "seconds": found.step_seconds}

@@ -2,7 +2,7 @@
 settings.py         what a method's settings are, and what follows from them
 traits.py           the row by which all other code knows a method
 workload.py         what formulas of bytes and FLOPs are asked: a step, and the device that it runs on
-memory.py           bytes of a step                   work.py                FLOPs, bytes and launches of a step
+work.py             memory, FLOPs, bytes and launches of a step
 frame.py            a step of every method with gradients
 torch_optimizer.py  for torch's schedulers            by_torch.py            updates by a torch optimizer
 weight_decay.py     which parameters decay            dropout.py             the model's own dropout

@@ -1,4 +1,5 @@
-"""The cost of one step: FLOPs, bytes and launches, as functions of shapes. plan/seconds.py turns them into seconds.
+"""The cost of one step: memory, FLOPs, bytes and launches, as functions of shapes. plan/seconds.py turns them into
+seconds.
 
 For N parameters that a token uses (of experts, those it is routed to), M tokens per pass, b bytes per element:
 
@@ -28,11 +29,15 @@ The numbers per method are in memory.py of its folder, beside its bytes; this fi
 from collections.abc import Iterable
 from typing import Any
 
+from keyhole.errors import UserError
+from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.rates import Rates
-from keyhole.methods.memory import forward_bytes, reverse_bytes
+from keyhole.machine.sizes import GIB
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
+from keyhole.model.backward import memory as backward
 from keyhole.model.backward.activation_store import SHARE as KEPT
-from keyhole.model.backward.memory import COPIES, FREE_SHARE, HIDDEN, WIDE, recording_bytes, slot_count
+from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
+from keyhole.model.forward import memory as forward
 from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
@@ -46,6 +51,54 @@ SLOWER, TWICE = 1.4, 2.9
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
 KEPT_GRAPH = 0.53  # the share of a block's activations that its graph keeps: `lora` (past_the_link_h200_2026-11-16)
+
+
+# What a compiled block keeps, of what autograd saves: the compiler recomputes elementwise operations. Llama-7B, 4,096
+# tokens: 16.0 of 23.1 GiB (`keyhole bench lomo --only kept`, one H200)
+COMPILED_KEEPS = 0.7
+SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
+
+
+def forward_bytes(
+    layout: Layout, streamed: set[int], work: Workload, room: Room, directions: int = 1
+) -> forward.ForwardBytes:
+    """Forward passes in lockstep: zeroth-order, evaluation, generation. (Baselines count as if they did this: only
+    their weights are planned.)"""
+    sizes = {"tokens": work.tokens, "passes": work.passes, "directions": directions}
+    return forward.forward_bytes(layout, streamed, formats=room.formats, workspace_bytes=room.workspace_bytes, **sizes)
+
+
+def reverse_bytes(
+    layout: Layout, streamed: set[int], work: Workload, room: Room, updates: int = 0
+) -> backward.ReverseBytes:
+    """Forward and backward pass, block by block; updates: bytes that the method adds."""
+    own = work.settings
+    how, compiled = (None, False) if own is None else (own.keeps, own.is_compiled)
+    keeps = (COMPILED_KEEPS if compiled else 1.0) if how == "none" else 0.0
+    return backward.reverse_bytes(
+        layout,
+        streamed,
+        tokens=work.tokens,
+        passes=work.passes,
+        on_host=how == "host",
+        keeps=keeps,
+        compiled=compiled,
+        updates=updates,
+        formats=room.formats,
+        workspace_bytes=room.workspace_bytes,
+    )
+
+
+def check_host_memory(keeps: str, state_bytes: int, weights_bytes: int | None = None, ranks: int = 1) -> None:
+    """UserError with the missing amount if state and weights do not fit. keeps: the state, in words; weights_bytes: of
+    all ranks on this machine (None: they are loaded already); ranks: those that each take so much for the state."""
+    needed = ranks * state_bytes + (weights_bytes or 0)
+    slack, available = 0 if weights_bytes is None else ranks * SLACK_BYTES, host_memory().available_bytes
+    if needed + slack > available:
+        raise UserError(
+            f"method: {keeps} in host memory: {host_sum(needed, slack, available)}. Free memory, or use method=lomo, "
+            "adalomo or zo, which keep no such state."
+        )
 
 
 def trained_numel(layout: Layout) -> int:
@@ -134,10 +187,6 @@ def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room,
     )
 
 
-def _block_numel(layout: Layout) -> int:
-    return layout.blocks_numel // max(1, layout.block_count)
-
-
 def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room, plain: bool) -> float:
     """The share of the blocks that keep all activations and are not recomputed (model/backward/kept_blocks.py)."""
     how = _keeps(work, "none" if plain else "block")
@@ -161,48 +210,16 @@ def _graph_bytes(layout: Layout, work: Workload, room: Room) -> float:
     return room.formats.dtype.itemsize * work.passes * work.tokens * found.saved_frozen
 
 
-def _may_record(
-    layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates, offers_compiled: bool
-) -> bool:
-    """Whether blocks are prepared for CUDA graphs (model/backward/reverse.py): compiled ones if the batch is small,
-    others whatever its size; with a budget, if it has room beside the planned step."""
+def _is_recorded(layout: Layout, work: Workload, rates: Rates, offers_compiled: bool) -> bool:
+    """Whether blocks run as CUDA graphs (model/backward/reverse.py), as far as a batch is small; a budget without room
+    for them is not considered."""
     own, how = work.settings, _keeps(work)
-    on_gpu = rates.gpu_bytes is not None and not layout.experts
-    whole = len(layout.of_kind("block")) == layout.block_count > 0
     possible = how in ("block", "auto")
     if _is_compiled(work):
-        small = work.passes == 1 and launched_as_graphs(layout, work.tokens)
-        possible = offers_compiled and small and how in ("block", "auto", "none")
-    if room.is_budget and not (possible and _fits_in_budget(layout, streamed, work, room)):
-        return False
-    return possible and (own is None or vars(own).get("fused", True)) and on_gpu and whole
-
-
-def _fits_in_budget(layout: Layout, streamed: set[int], work: Workload, room: Room) -> bool:
-    """Whether a budget has room for recordings beside the planned step (model/backward/recorded.py)."""
-    left = (room.limit_bytes or 0) - reverse_bytes(layout, streamed, work, room).total
-    b = room.formats.dtype.itemsize
-    needed = COPIES * b * _block_numel(layout)
-    if launched_as_graphs(layout, work.tokens):
-        needed = max(needed, work.passes * recording_bytes(layout, b, work.tokens) + room.workspace_bytes)
-    return needed <= left
-
-
-def _recording_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room, trains: bool) -> int:
-    """Bytes of such graphs, which are made only if there is room: a buffer for the gradients of a block
-    (model/backward/sink.py), and if batches are small, the activations of a block in the graphs' memory pool
-    and cuBLAS's workspace for the stream on which they are recorded."""
-    if room.limit_bytes is None:
-        return 0
-    planned = reverse_bytes(layout, streamed, work, room)
-    free = room.limit_bytes - planned.homes - planned.slots
-    buffer = room.formats.dtype.itemsize * _block_numel(layout)
-    found = buffer if trains else 0
-    if buffer > FREE_SHARE * free and not room.is_budget:
-        return 0
-    if launched_as_graphs(layout, work.tokens):
-        found += planned.activations + room.workspace_bytes
-    return found if planned.total + found <= room.limit_bytes else 0
+        possible = offers_compiled and work.passes == 1 and how in ("block", "auto", "none")
+    possible = possible and (own is None or vars(own).get("fused", True)) and launched_as_graphs(layout, work.tokens)
+    whole = len(layout.of_kind("block")) == layout.block_count > 0
+    return possible and whole and rates.gpu_bytes is not None and not layout.experts
 
 
 def reverse_work(
@@ -229,10 +246,7 @@ def reverse_work(
     kept_bytes = 0
     if _keeps(work) == "auto":
         kept_bytes = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
-    may_record = not plain and _may_record(layout, streamed, work, room, rates, offers_compiled)
-    if may_record:
-        kept_bytes += _recording_bytes(layout, streamed, work, room, trains)
-    recorded = may_record and launched_as_graphs(layout, work.tokens)
+    recorded = not plain and _is_recorded(layout, work, rates, offers_compiled)
     forwards = 1 + reverses * again
     before, back = GRAPH if recorded else (FORWARD, BACKWARD + trains * (TENSORS if plain else HANDED))
     launches = layout.block_count * (forwards * before + reverses * back)

@@ -44,12 +44,11 @@ class Workload:
 @dataclass(frozen=True)
 class Room:
     """What a device offers: the formats of the weights, the bytes that libraries reserve per thread, and the most bytes
-    that a method may fill with state (None: no known limit), possibly the user's `gpu_memory`."""
+    that a method may fill with state (None: no known limit)."""
 
     formats: Wire
     workspace_bytes: int
     limit_bytes: int | None = None
-    is_budget: bool = False
 
 
 class DeviceBytes(Protocol):

@@ -32,8 +32,8 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.machine.sizes import MIB, about, enough
 from keyhole.methods import METHODS, streaming_methods
-from keyhole.methods.memory import forward_bytes
 from keyhole.methods.traits import Traits
+from keyhole.methods.work import forward_bytes
 from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.backward import memory as backward
 from keyhole.model.forward.memory import SLOT_COUNT, host_bytes

@@ -21,7 +21,7 @@ from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.probe import workspace_bytes
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
-from keyhole.methods.memory import check_host_memory
+from keyhole.methods.work import check_host_memory
 from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.forward.memory import evaluation_bytes, host_bytes
 from keyhole.model.structure.block_counts import block_counts
@@ -111,7 +111,7 @@ def place(
     budget = limit = _budget(gpu_memory, placement, device)
     if budget is None and device.type == "cuda":
         limit = int(USABLE * torch.cuda.get_device_properties(device).total_memory)
-    room = Room(formats, workspace_bytes(device), limit, budget is not None)
+    room = Room(formats, workspace_bytes(device), limit)
     costs = Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
     if device.type == "cuda":

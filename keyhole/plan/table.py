@@ -53,7 +53,7 @@ PLACEMENTS = ("resident", "auto", "stream")
 @dataclass(frozen=True)
 class Question:
     """The model, the step and the machine to plan for. gpu_bytes: the most that PyTorch may use on the GPU (None: no
-    GPU); is_budget: because the run sets gpu_memory, not because the GPU is that large."""
+    GPU)."""
 
     module: nn.Module
     dtype: torch.dtype
@@ -68,7 +68,6 @@ class Question:
     keeps: int = 2  # number of checkpoints that are kept
     settings: Mapping[str, MethodSettings] = field(default_factory=dict)  # by method
     methods: tuple[str, ...] = tuple(METHODS)
-    is_budget: bool = False
     chooses: bool = False  # loss: candidates
     layouts: dict[tuple[int, int | None, bool, bool], Layout] = field(
         default_factory=dict, repr=False, compare=False
@@ -172,7 +171,7 @@ def room_of(question: Question, wire: str | None) -> Room:
     key = question.dtype, wire
     if key not in question.wires:  # rows share the sizes of units that it computes
         question.wires[key] = Wire(question.dtype, wire)
-    return Room(question.wires[key], workspace, question.gpu_bytes, question.is_budget)
+    return Room(question.wires[key], workspace, question.gpu_bytes)
 
 
 def plan_row(question: Question, traits: Traits, placement: str, wire: str | None = None) -> Row | None:

@@ -48,7 +48,6 @@ class Group(Ranks):
         self.store.set_timeout(START)
         self.nccl: Peers = None
         self.bytes_received = 0  # of weights and gradients
-        self.columns: list[torch.Tensor] = []  # tensors gathered last, to find the rank of a non-finite number
 
     def meet(self) -> None:
         """Returns when all ranks have started and are connected."""
@@ -118,7 +117,6 @@ class Group(Ranks):
         widths = [[(r + 1) * count // self.size - r * count // self.size for count in counts] for r in range(self.size)]
         most = max(map(sum, widths))
         rows = self.gather(torch.cat([x, x.new_zeros(most - x.numel())]))
-        self.columns = [*self.columns[-1:], rows]
         pieces = [iter(row[: sum(own)].split(own)) for row, own in zip(rows, widths, strict=True)]
         return torch.cat([next(piece) for _ in counts for piece in pieces])
 
@@ -157,14 +155,6 @@ class Group(Ranks):
         """A tensor where it is exchanged, and between whom: GPUs over NCCL, or hosts over gloo (None)."""
         over_host = self.nccl is None or x.device.type == "cpu"
         return (x.cpu() if over_host else x).contiguous(), None if over_host else self.nccl
-
-    def not_finite(self) -> list[int]:
-        """The ranks that sent numbers that are not finite, in the last two steps."""
-        for rows in self.columns:
-            bad = [rank for rank, row in enumerate(rows) if not bool(row.isfinite().all())]
-            if bad:
-                return bad
-        return []
 
     def total(self, count: int) -> int:
         return int(self.gather(torch.tensor([count])).sum())

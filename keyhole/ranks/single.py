@@ -60,10 +60,6 @@ class Ranks:
         the numbers of all ranks, in the order of the unshared lists. counts: the lengths of the lists."""
         return x
 
-    def not_finite(self) -> list[int]:
-        """The ranks that contributed non-finite numbers; empty for a single process."""
-        return []
-
     def total(self, count: int) -> int:
         return count
 

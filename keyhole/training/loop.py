@@ -66,9 +66,6 @@ class Leader:
             run.call(Command.END, code)
             return code
         except NonFinite as error:
-            ranks = run.model.ranks.not_finite()
-            if ranks:
-                error = NonFinite(f"{error}\n  found: on rank {', '.join(map(str, ranks))}")
             alone = not run.model.engine.shared and not run.model.sharded
             broken = first_bad_tensor(run.model.named_tensors()) if alone else None
             if broken is None:

@@ -73,7 +73,6 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
             row.name: replace(own_settings(config, row), max_grad_norm=None, weight_decay=0.0)
             for row in METHODS.values()  # clipping is the question's, and nothing depends on decay
         },
-        is_budget=config.gpu_memory is not None,
         chooses=config.loss == "candidates",
     )
     room = f"{about(gpu_bytes)} of GPU memory and " if gpu_bytes is not None else ""
@@ -134,7 +133,7 @@ def planned(model: Model, method: str, tokens: float | None = None) -> Planned:
     micro = max(1, placed.work.passes // (settings or row.settings()).passes)
     each = placed.work.tokens if tokens is None else min(placed.work.tokens, max(1, round(tokens / micro)))
     work = replace(placed.work, method=method, tokens=each, experts=experts_share(model.config))
-    room = Room(formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
+    room = Room(formats, placed.workspace_bytes, placed.limit_bytes)
     asked = row.planned_work(model.layout, streamed, work, room, rates or next(iter(PROFILES.values())))
     host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + process_bytes(row, settings, on_gpu)
     made.host_bytes = int(host) + (0 if on_gpu else placed.device_bytes.total)  # the CPU is the device

@@ -136,34 +136,17 @@ def test_the_process_by_what_it_loads() -> None:
     assert process_bytes(rows["lomo"], None, False) < zo < sgd < lomo < compiled
 
 
-def test_under_a_budget_blocks_are_recorded_where_it_has_room() -> None:
-    """Beside the planned step. A run whose budget is full launches kernel by kernel, which takes longer."""
-    module = build(opt_config("125M"), BF16)
-    asked = Question(module, BF16, H200, 2**33, 2**40, 1, 64)
-    layout, lomo = find_layout(module), METHODS["lomo"]
-    on_card = make_row(asked, lomo, "resident", None, layout, set())
-    full = lomo.planned_bytes(layout, set(), Workload("lomo", 64), Room(Wire(BF16), ROOM.workspace_bytes)).total
-    roomy, tight = (
-        make_row(replace(asked, gpu_bytes=size, is_budget=True), lomo, "resident", None, layout, set())
-        for size in (asked.gpu_bytes, full)
-    )
-    assert on_card.step_seconds == roomy.step_seconds < 0.5 * tight.step_seconds
-
-
 def test_a_whole_step_of_zo_is_one_graph_if_there_is_room() -> None:
-    """It launches nothing and holds the weights three times while it is captured, with a budget too; on a small GPU or
-    in a small budget, for long batches, or with units in host memory it is not captured. It never decides whether a
-    model fits."""
+    """It launches nothing and holds the weights three times while it is captured; on a small GPU, for long batches, or
+    with units in host memory it is not captured. It never decides whether a model fits."""
     short = replace(work("zo"), tokens=512, length=512, passes=2)
     zo = METHODS["zo"]
     found = zo.planned_work(opt(), set(), short, ROOM, H200)
     planned = zo.planned_bytes(opt(), set(), short, ROOM)
     assert found.launches == 0 and found.nodes == 2 * 24 * 12 and found.kept_bytes >= 2 * planned.homes
-    assert zo.planned_work(opt(), set(), short, replace(ROOM, is_budget=True), H200) == found
     small = planned.total + 4 * planned.homes - 1
     for asked, streamed, room in (
         (short, set(), replace(ROOM, limit_bytes=small)),
-        (short, set(), replace(ROOM, limit_bytes=small, is_budget=True)),
         (replace(short, tokens=8192), set(), ROOM),
         (short, {unit.index for unit in opt().of_kind("block")}, ROOM),
     ):
@@ -172,22 +155,6 @@ def test_a_whole_step_of_zo_is_one_graph_if_there_is_room() -> None:
     question = Question(build(opt_config("1.3B"), BF16), BF16, H200, planned.total, 2**40, 1, 512)
     row = make_row(question, zo, "resident", None, opt(), set())
     assert row.fits and row.gpu_bytes == planned.total
-
-
-def test_recorded_blocks_have_a_buffer_for_gradients() -> None:
-    """Of one block, whatever the batch; on short batches the graphs' activations too; none with compiled blocks or a
-    frozen model. A row that fills the memory, or the budget, still fits."""
-    block = 2 * sum(unit.numel for unit in opt().of_kind("block")) // 24
-
-    def kept(method: str, tokens: int = 4096, room: Room = ROOM, **options: Any) -> int:
-        asked = replace(work(method, **options), tokens=tokens)
-        return METHODS[method].planned_work(opt(), set(), asked, room, H200).kept_bytes
-
-    assert kept("lomo") == kept("adam-offload") == block < kept("lomo", 512)
-    assert kept("lomo", room=replace(ROOM, is_budget=True)) == block
-    assert kept("lora", activations="block") == kept("sgd") == kept("lomo", compile=True) == 0
-    full = replace(ROOM, limit_bytes=METHODS["lomo"].planned_bytes(opt(), set(), work("lomo"), ROOM).total)
-    assert kept("lomo", room=full) == kept("lomo", room=replace(full, is_budget=True)) == 0
 
 
 def test_galore_updates_its_largest_tensor_in_float32() -> None:

@@ -38,9 +38,8 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import MIB
 from keyhole.methods.adam_offload.exchange import LANDING, SLOTS, chunk_of
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
-from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.settings import MethodSettings
-from keyhole.methods.work import reverse_work
+from keyhole.methods.work import reverse_bytes, reverse_work
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout

@@ -36,9 +36,9 @@ from keyhole.methods.adam_offload.exchange import Exchange, Lane, chunk_of
 from keyhole.methods.adam_offload.memory import host_state, waiting_bytes
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.base import Saved, State
-from keyhole.methods.memory import check_host_memory
 from keyhole.methods.states import Piece, States
 from keyhole.methods.weight_decay import weight_decay_of
+from keyhole.methods.work import check_host_memory
 from keyhole.model.backward.sink import tensors_of
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit

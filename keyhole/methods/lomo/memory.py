@@ -1,4 +1,4 @@
-"""The cost of a step of LOMO and of the rules built on it. (Bytes on the device: methods/memory.py.)
+"""The cost of a step of LOMO and of the rules built on it. (Bytes on the device: methods/work.py.)
 
 touched     the product writes the gradient of a matrix; the update reads it, and reads and writes the weight: 2 b + 2 w
             per parameter, for b bytes of compute and w at home. apollo-mini reads the gradient once more for its
@@ -18,8 +18,7 @@ import torch
 from keyhole.machine.rates import Rates
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA, LOMOConfig, LOMOLoRAConfig, LOMOSettings
 from keyhole.methods.lora.memory import adapted_sides, adapter_launches
-from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.work import UPDATE, met_bytes, reverse_work, trained_numel, update_launches
+from keyhole.methods.work import UPDATE, met_bytes, reverse_bytes, reverse_work, trained_numel, update_launches
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout

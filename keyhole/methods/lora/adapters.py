@@ -18,7 +18,7 @@ So only the settings of plain LoRA are read (PLAIN), and ranks are first compare
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch import nn
 from keyhole.disk.json_text import read_json
 from keyhole.disk.weight_files import open_shard, tensors_in
 from keyhole.errors import UserError
+from keyhole.limits import Rank, describe, fits
 from keyhole.methods.base import Saved, Skeleton, State
 from keyhole.methods.by_torch import load_optimizer, optimizer_state
 from keyhole.methods.lora.adapted_linear import ADAPTER, use_products
@@ -45,6 +46,9 @@ MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 ABOUT = {"peft_type", "peft_version", "task_type", "inference_mode", "base_model_name_or_path", "revision"}
 PLAIN = {"r", "lora_alpha", "lora_dropout", "use_rslora", "fan_in_fan_out", "target_modules"}
 PATTERNS = {"rank_pattern", "alpha_pattern"}  # plain names only, since peft treats the keys as regular expressions
+KINDS: dict[str, object] = {"r": Rank, "rank_pattern": dict[str, Rank] | None, "alpha_pattern": dict[str, float] | None}
+KINDS |= {"lora_alpha": float | None, "lora_dropout": float | None, "base_model_name_or_path": str | None}
+KINDS |= {"target_modules": list[str] | str}
 
 
 @dataclass
@@ -168,13 +172,18 @@ def adapt(
     return inject(base, config, seed, freezes)
 
 
-def peft_config(base: Base, **settings: Any) -> Any:
-    """A classifier gets no task type: with one, peft would need generation, or add a head of its own beside ours."""
+def lora_config() -> Any:
+    """peft's class."""
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise UserError("method: lora needs the peft package: pip install 'keyhole[lora]'") from error
-    return LoraConfig(**settings, task_type=None if is_classifier(base.module.config) else "CAUSAL_LM")
+        raise UserError("method: adapters need the peft package: pip install 'keyhole[lora]'") from error
+    return LoraConfig
+
+
+def peft_config(base: Base, **settings: Any) -> Any:
+    """A classifier gets no task type: with one, peft would need generation, or add a head of its own beside ours."""
+    return lora_config()(**settings, task_type=None if is_classifier(base.module.config) else "CAUSAL_LM")
 
 
 def find_targets(base: Base, asked: list[str] | str | None) -> list[str]:
@@ -277,51 +286,23 @@ def _read_config(path: Path, weights: Path) -> Any:
         raise UserError(
             f"model: {file} describes adapters of type {said.get('peft_type')!r}; LORA is the type that is read"
         )
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise UserError(
-            f"model: {path} holds adapters, and reading them needs peft: pip install 'keyhole[lora]'"
-        ) from error
-    usual = LoraConfig().to_dict() | {"init_lora_weights": said.get("init_lora_weights")}  # overwritten anyway
+    made = lora_config()
+    usual = made().to_dict() | {"init_lora_weights": said.get("init_lora_weights")}  # overwritten anyway
     for key, value in said.items():
         if key not in ABOUT | PLAIN | PATTERNS and value and value != usual.get(key):
             raise UserError(f"model: {file} has {key}={value!r:.60}; adapters other than plain LoRA are not read")
-    sides = [side for stored in tensors_in(weights).values() for side in stored.shape]
-    for key, (fits, expected) in _expected(max(sides, default=0)).items():
-        if not fits(said.get(key)):
-            raise UserError(f"model: {file}: {key} is {said.get(key)!r:.60}; expected {expected}")
+    for key, kind in KINDS.items():
+        value = said.get(key) or None if key in PATTERNS else said.get(key)
+        if not fits(value, kind):
+            raise UserError(f"model: {file}: {key} is {value!r:.60}; expected {describe(kind, full=True)}")
+    if odd := [name for key in PATTERNS for name in said.get(key) or () if not re.fullmatch(r"\^?[\w.-]+", name)]:
+        raise UserError(f"model: {file}: {odd[0]!r:.60} is a pattern; expected plain names")
+    most = max((side for stored in tensors_in(weights).values() for side in stored.shape), default=0)
+    if max(ranks := [said["r"], *(said.get("rank_pattern") or {}).values()]) > most:
+        raise UserError(f"model: {file}: {max(ranks)} is no rank of the stored matrices, whose sides are 1 to {most}")
     read = PLAIN | {key for key in PATTERNS if said.get(key)} | {"base_model_name_or_path"}
     try:
         task = "CAUSAL_LM" if said.get("task_type") == "CAUSAL_LM" else None
-        return LoraConfig(**{key: said[key] for key in said if key in read}, task_type=task)
+        return made(**{key: said[key] for key in said if key in read}, task_type=task)
     except Exception as error:  # values of the wrong type
         raise UserError(f"model: {file} cannot be read: {error}") from error
-
-
-def _expected(most: int) -> dict[str, tuple[Callable[[object], bool], str]]:
-    """For keys of a config: whether a value is valid, and what is. most: the largest side of a stored matrix."""
-
-    def is_rank(value: object) -> bool:
-        return type(value) is int and 1 <= value <= most
-
-    def is_number(value: Any) -> bool:
-        return type(value) in (int, float) and abs(value) < 1e9
-
-    def is_table(value: Any, of: Callable[[object], bool]) -> bool:
-        names = isinstance(value, dict) and all(re.fullmatch(r"\^?[\w.-]+", name) for name in value)
-        return not value or (names and all(map(of, value.values())))
-
-    def are_names(value: object) -> bool:
-        return isinstance(value, str) or isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-    rank = f"a rank; the stored matrices have sides from 1 to {most}"
-    return {
-        "r": (is_rank, rank),
-        "rank_pattern": (lambda value: is_table(value, is_rank), f"a table by name of {rank}"),
-        "alpha_pattern": (lambda value: is_table(value, is_number), "a table of numbers by name"),
-        "lora_alpha": (lambda value: value is None or is_number(value), "a number"),
-        "lora_dropout": (lambda value: value is None or is_number(value), "a number"),
-        "base_model_name_or_path": (lambda value: isinstance(value, str | None), "a name"),
-        "target_modules": (are_names, "a list of names"),
-    }

@@ -20,8 +20,7 @@ import torch
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.lora.traits import LoRAConfig
-from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.work import reverse_work
+from keyhole.methods.work import reverse_bytes, reverse_work
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.freeze import is_left_out

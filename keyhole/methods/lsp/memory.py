@@ -44,8 +44,7 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.lsp.adam import SLOTS
 from keyhole.methods.lsp.target import Targets
 from keyhole.methods.lsp.traits import LSPConfig
-from keyhole.methods.memory import reverse_bytes
-from keyhole.methods.work import home_bytes, reverse_work, trained_numel, update_launches
+from keyhole.methods.work import home_bytes, reverse_bytes, reverse_work, trained_numel, update_launches
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION

@@ -34,10 +34,10 @@ from keyhole.methods.lsp.memory import group_of
 from keyhole.methods.lsp.sink import GradientBuffers, GradientSink, LSPStep
 from keyhole.methods.lsp.target import Target, Targets, assign_places
 from keyhole.methods.lsp.traits import LSPConfig
-from keyhole.methods.memory import check_host_memory
 from keyhole.methods.shards import of_any_rank
 from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import WeightDecay
+from keyhole.methods.work import check_host_memory
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit

@@ -16,11 +16,10 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
 from keyhole.methods.lomo.memory import step_work as lomo_work
 from keyhole.methods.lomo.traits import LOMO
-from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.muon.traits import MuonConfig
 from keyhole.methods.settings import MethodSettings
 from keyhole.methods.states import FORMATS
-from keyhole.methods.work import update_launches
+from keyhole.methods.work import reverse_bytes, update_launches
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit

@@ -31,10 +31,10 @@ from keyhole.errors import UserError
 from keyhole.methods.base import Saved, State
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.update import Update
-from keyhole.methods.memory import check_host_memory
 from keyhole.methods.muon.memory import adam_numel, host_state, is_matrix, page_numel, slot_count
 from keyhole.methods.muon.traits import MUON, MuonConfig
 from keyhole.methods.states import FORMATS, PLACES, StatePages
+from keyhole.methods.work import check_host_memory
 from keyhole.model.backward.sink import tensors_of
 from keyhole.model.structure.layout import FlatTensor, Unit
 

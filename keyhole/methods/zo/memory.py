@@ -27,8 +27,7 @@ import math
 from dataclasses import replace
 
 from keyhole.machine.rates import Rates
-from keyhole.methods.memory import forward_bytes
-from keyhole.methods.work import forward_work, home_bytes, met_bytes, unpacked_bytes
+from keyhole.methods.work import forward_bytes, forward_work, home_bytes, met_bytes, unpacked_bytes
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.methods.zo.low_rank.factors import room_for
 from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, tokens_per_pass

@@ -37,7 +37,7 @@ def test_too_little_memory_is_refused_before_loading(
     placement: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error says what is missing, and no weight was read."""
-    monkeypatch.setattr("keyhole.methods.memory.host_memory", lambda: HostMemory(2**33, 2**30, None))
+    monkeypatch.setattr("keyhole.methods.work.host_memory", lambda: HostMemory(2**33, 2**30, None))
     monkeypatch.setattr("keyhole.loading.model.fill_from", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(UserError, match="adam-offload keeps 16 bytes per parameter.*missing"):
         keyhole.load(tiny_model, placement=placement, device="cpu", workload=Workload("adam-offload"))

@@ -96,7 +96,7 @@ def test_what_cannot_be_done_is_refused() -> None:
 
 def test_host_memory_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is reserved."""
-    monkeypatch.setattr("keyhole.methods.memory.host_memory", lambda: HostMemory(2**20, 2**10, None))
+    monkeypatch.setattr("keyhole.methods.work.host_memory", lambda: HostMemory(2**20, 2**10, None))
     with pytest.raises(UserError, match="less: lsp.d"):
         LSP(load(), optimizer_on="cpu", **SMALL)
 

@@ -135,7 +135,7 @@ def test_state_is_two_bytes_per_element_of_a_matrix(monkeypatch: pytest.MonkeyPa
     rest = sum(unit.numel for unit in opt.model.layout.units) - numel
     assert opt.update.pages.bytes == host_state(opt.model.layout, set(), 2, MuonConfig())[1]
     assert 2 * numel + 4 * rest <= opt.update.pages.bytes < 2 * numel + 4 * rest + 4000
-    monkeypatch.setattr("keyhole.methods.memory.host_memory", lambda: HostMemory(2**33, 100, None))
+    monkeypatch.setattr("keyhole.methods.work.host_memory", lambda: HostMemory(2**33, 100, None))
     with pytest.raises(UserError, match=r"muon keeps .* are missing. Free memory, or use method=lomo"):
         keyhole.Muon(load(), LR)
     with pytest.raises(UserError, match=r"muon keeps .*half: muon.moments=bfloat16"):
