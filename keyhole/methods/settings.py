@@ -43,14 +43,6 @@ class Around:
     max_steps: int | None = None
 
 
-@dataclass(frozen=True)
-class Advice:
-    """How a step could need less memory: keys to lower, and settings to change."""
-
-    lower: tuple[str, ...] = ()
-    change: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class MethodSettings:
     """Settings that all methods have."""
@@ -103,9 +95,9 @@ class MethodSettings:
         return ()
 
     @property
-    def advice(self) -> Advice:
-        """How the memory of a step could be lowered."""
-        return Advice(change=("activations=host",)) if self.keeps in ("none", "block", "auto") else Advice()
+    def advice(self) -> tuple[str, ...]:
+        """Settings (key=value) with which a step needs less memory."""
+        return ("activations=host",) if self.keeps in ("none", "block", "auto") else ()
 
     def filled(self) -> Self:
         """These settings with unset values filled in, if a default depends on another setting."""

@@ -202,14 +202,6 @@ def _block_activations(layout: Layout, work: Workload, room: Room) -> int:
     return room.formats.dtype.itemsize * work.passes * work.tokens * width
 
 
-def _graph_bytes(layout: Layout, work: Workload, room: Room) -> float:
-    """Bytes of one block's activations between its forward and its backward pass."""
-    found = layout.counts
-    if found is None:
-        return KEPT_GRAPH * _block_activations(layout, work, room)
-    return room.formats.dtype.itemsize * work.passes * work.tokens * found.saved_frozen
-
-
 def _is_recorded(layout: Layout, work: Workload, rates: Rates, offers_compiled: bool) -> bool:
     """Whether blocks run as CUDA graphs (model/backward/reverse.py), as far as a batch is small; a budget without room
     for them is not considered."""
@@ -245,8 +237,15 @@ def reverse_work(
     again = 1.0 - share_kept  # the share of the blocks that is recomputed
     kept_bytes = 0
     if _keeps(work) == "auto":
-        kept_bytes = int(share_kept * layout.block_count * _graph_bytes(layout, work, room))
+        block = KEPT_GRAPH * _block_activations(layout, work, room)
+        if layout.counts is not None:
+            block = room.formats.dtype.itemsize * passes * work.tokens * layout.counts.saved_frozen
+        kept_bytes = int(share_kept * layout.block_count * block)
     recorded = not plain and _is_recorded(layout, work, rates, offers_compiled)
+    if recorded and room.limit_bytes is not None:  # the graphs' activations and gradients of a block, if there is room
+        planned, b = reverse_bytes(layout, streamed, work, room), room.formats.dtype.itemsize
+        graphs = planned.activations + room.workspace_bytes + trains * b * layout.blocks_numel // layout.block_count
+        kept_bytes += graphs if planned.total + graphs <= room.limit_bytes else 0
     forwards = 1 + reverses * again
     before, back = GRAPH if recorded else (FORWARD, BACKWARD + trains * (TENSORS if plain else HANDED))
     launches = layout.block_count * (forwards * before + reverses * back)
@@ -254,8 +253,11 @@ def reverse_work(
     if not plain:
         launches += _expert_launches(layout, work) * (forwards * EXPERT[0] + reverses * EXPERT[1])
     touched = passes * (COMPILED if _is_compiled(work) else 1.0) * elements
-    uploaded = _uploaded_bytes(layout, streamed, work, room)
-    inputs = _inputs_in_host_memory(layout, work, room)
+    homes, uploaded = room.formats.homes(layout), met_bytes(layout, streamed, work, room)
+    uploaded -= min(uploaded, (slot_count(layout) - 1) * max((homes[i] for i in streamed), default=0))
+    inputs = 0  # of all blocks and micro-batches, while they wait in host memory for the backward pass
+    if _keeps(work) == "host":
+        inputs = passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
     return StepWork(
         products=passes * forward * (1 + reverses * (again + 1 + weight_products)),
         touched=touched * (1 + reverses * (again + TWICE)),
@@ -267,20 +269,6 @@ def reverse_work(
         recorded=recorded,
         launches=passes * launches + (PLAIN_STEP if plain else STEP),
     )
-
-
-def _uploaded_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> float:
-    """Bytes that cross the link in one sweep: all but the units that slots still hold when it begins."""
-    homes, all_bytes = room.formats.homes(layout), met_bytes(layout, streamed, work, room)
-    largest = max((homes[i] for i in streamed), default=0)
-    return all_bytes - min(all_bytes, (slot_count(layout) - 1) * largest)
-
-
-def _inputs_in_host_memory(layout: Layout, work: Workload, room: Room) -> int:
-    """Bytes of the block inputs of all micro-batches, if they wait in host memory for the backward pass."""
-    if work.settings is None or work.settings.keeps != "host":
-        return 0
-    return work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
 
 
 def unpacked_bytes(unit: Unit, room: Room) -> int:

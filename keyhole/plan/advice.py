@@ -165,7 +165,7 @@ def _shortened(question: Question) -> Iterator[Question]:
 def _own_changes(question: Question, traits: Traits) -> Iterator[tuple[str, Question]]:
     """Settings of the method that need less memory, according to its row."""
     own = question.settings.get(traits.name) or traits.settings()
-    for text in (*own.advice.change, *(f"{key}=1" for key in own.advice.lower)):
+    for text in own.advice:
         key, _, value = text.partition("=")
         name = key.rpartition(".")[2]
         changed = type(own)(**vars(own) | {name: int(value) if value.isdecimal() else value})

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from keyhole.limits import Count, Limit, Positive, setting
-from keyhole.methods.settings import FROZEN_WIRES, Advice, Around, Fault, MethodSettings, Rates, python
+from keyhole.methods.settings import FROZEN_WIRES, Around, Fault, MethodSettings, Rates, python
 from keyhole.methods.traits import Traits
 
 BOUNDED_RATE = 3e-4  # the highest that worked with zo.clip or zo.guide, on some layers of a small model
@@ -124,9 +124,9 @@ class ZOConfig(MethodSettings):
         return FROZEN_WIRES if self.light else ()
 
     @property
-    def advice(self) -> Advice:
-        lower = ("zo.directions",) if self.count > self.usual.least else ()
-        return Advice(lower, (f"zo.refresh={10 * self.refresh}",) if self.light else ())  # fewer periods are kept
+    def advice(self) -> tuple[str, ...]:
+        fewer = ("zo.directions=1",) if self.count > self.usual.least else ()
+        return (*fewer, f"zo.refresh={10 * self.refresh}") if self.light else fewer  # of kept periods
 
     def filled(self) -> "ZOConfig":
         names = [name for name in ("eps", "directions", "distribution") if vars(self)[name] is None]
