@@ -26,7 +26,7 @@ from keyhole.data.dataset import Dataset
 from keyhole.data.prepare import tokenise
 from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings
-from keyhole.data.tasks.draw import draw_tasks, draw_test_tasks, report_lines, warning_lines
+from keyhole.data.tasks.draw import draw_tasks, report_lines, warning_lines
 from keyhole.data.tasks.encode import CANDIDATES, TOKENS, Encoder, TextEncoder, ends
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Labels, Task, check_settings, class_names, find_labels
@@ -92,7 +92,7 @@ def load_data(settings: DataSettings, tokenizer: "Tokenizer | None" = None) -> D
     known = _model_config(settings)
     tokenizer = tokenizer or _tokenizer(settings.model)
     rows = (_of_tasks if settings.task else _of_files)(settings, tokenizer, known)
-    further = draw_test_tasks(settings)
+    further = tuple(drawn["test"] for drawn in draw_tasks(settings, training=False))
     train, report, labels = rows.train, list(rows.report), () if rows.labels is None else rows.labels.names
     steps = settings.gradient_accumulation_steps
     if settings.batch_size * steps > len(train):

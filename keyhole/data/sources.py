@@ -60,7 +60,7 @@ def check_sources(settings: DataSettings) -> None:
     if settings.task or settings.test_task:
         from keyhole.data.tasks.parse import read_spec
         from keyhole.data.tasks.places import find_splits
-        from keyhole.data.tasks.spec import check_loss, check_names, listed_names, own_splits
+        from keyhole.data.tasks.spec import check_loss, check_names, listed_names
 
         train, test = listed_names(settings.task), listed_names(settings.test_task)
         check_names([*train, *test], settings.task_splits)
@@ -68,7 +68,7 @@ def check_sources(settings: DataSettings) -> None:
             spec = read_spec(name)
             if name in train:
                 check_loss(spec, settings.loss)
-            find_splits(spec, settings.task_data, own_splits(settings.task_splits, spec.name))
+            find_splits(spec, settings.task_data, settings.task_splits)
 
 
 def _classifies(model: str) -> bool:

@@ -18,7 +18,6 @@ from keyhole.data.tasks.spec import (
     is_task_name,
     nearest_task,
     own_name,
-    own_splits,
     task_names,
     unknown_task,
 )
@@ -51,8 +50,7 @@ def asked_names(
         )
     check_names(library, task_splits)
     for name in library:
-        spec = read_spec(name)
-        find_splits(spec, task_data, own_splits(task_splits, spec.name))
+        find_splits(read_spec(name), task_data, task_splits)
     return names
 
 

@@ -24,12 +24,13 @@ from contextlib import suppress
 from typing import Any, TextIO
 
 import torch
-from transformers import LogitsProcessor, TextStreamer
+from transformers import TextStreamer
 
 from keyhole import assets
 from keyhole.data.capacity import check_ids, context_length
 from keyhole.data.chat_template import ChatTemplate
 from keyhole.errors import NonFinite, UserError
+from keyhole.eval.generate import Guard
 from keyhole.eval.rows import not_finite
 from keyhole.loading import load
 from keyhole.machine.text import printable, without_controls
@@ -90,13 +91,12 @@ def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
         elif line:
             try:
                 conversation.answer(line, out)
-            except Refused as refused:
-                place = "" if on_terminal else f"line {number} is not answered: "
-                print(f"keyhole: {place}{printable(refused)}", file=sys.stderr)
             except (KeyboardInterrupt, UserError) as stop:
-                if not on_terminal:
+                if not (on_terminal or isinstance(stop, Refused)):
                     raise
-                print("" if isinstance(stop, KeyboardInterrupt) else f"keyhole: {printable(stop)}", file=sys.stderr)
+                place = "" if on_terminal else f"line {number} is not answered: "
+                told = "" if isinstance(stop, KeyboardInterrupt) else f"keyhole: {place}{printable(stop)}"
+                print(told, file=sys.stderr)
 
 
 def _lines(source: TextIO, on_terminal: bool) -> Iterator[tuple[int, str]]:
@@ -144,8 +144,7 @@ class Conversation:
             if system.strip() not in written:
                 raise UserError("--system: the model's chat template does not write it, so the model would not see it")
         self.turns: list[dict[str, str]] = []
-        given = getattr(model.module.generation_config, "max_new_tokens", None)
-        self.max_new_tokens = max_new_tokens or given or MAX_NEW_TOKENS
+        self.max_new_tokens: int = max_new_tokens or model.module.generation_config.max_new_tokens or MAX_NEW_TOKENS
 
     def answer(self, text: str, out: TextIO) -> str:
         """Writes the answer as it is generated, ends the line, and returns it. A failed answer is not kept."""
@@ -180,15 +179,17 @@ class Conversation:
         return ids
 
     def _generate(self, ids: torch.Tensor, out: TextIO) -> str:
-        longest = context_length(self.model.config)
+        longest, settings = context_length(self.model.config), self.model.module.generation_config
         room = min(self.max_new_tokens, longest - ids.shape[1]) if longest else self.max_new_tokens
-        options: dict[str, Any] = {"max_new_tokens": room, "logits_processor": [_Guard()]}
-        options |= {"tokenizer": self.tokenizer, "return_dict_in_generate": False}  # the first, for stop_strings
-        settings = self.model.module.generation_config
-        if settings.eos_token_id is None and self.tokenizer.eos_token_id is not None:
-            options["eos_token_id"] = self.tokenizer.eos_token_id
-        if settings.pad_token_id is None:
-            options["pad_token_id"] = 0  # one row needs no padding, but Transformers requires an id
+        ends, pad = settings.eos_token_id, settings.pad_token_id
+        options: dict[str, Any] = {
+            "max_new_tokens": room,
+            "logits_processor": [Guard()],
+            "tokenizer": self.tokenizer,  # for stop_strings
+            "return_dict_in_generate": False,
+            "eos_token_id": self.tokenizer.eos_token_id if ends is None else ends,
+            "pad_token_id": 0 if pad is None else pad,  # one row needs no padding, but Transformers requires an id
+        }
         writes = settings.num_beams in (None, 1)  # beam search knows its answer only at the end
         if writes:
             options["streamer"] = _Writer(self.tokenizer, out)
@@ -201,15 +202,6 @@ class Conversation:
         answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
         print("" if writes else answer, file=out, flush=True)
         return str(answer)
-
-
-class _Guard(LogitsProcessor):
-    """Ends an answer whose logits are NaN. The cause is determined later, when no weights are being copied."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if scores.isnan().any():
-            raise NonFinite("no answer: the model's logits are NaN")
-        return scores
 
 
 class _Writer(TextStreamer):

@@ -36,7 +36,7 @@ from keyhole.data.tasks.tables import pick
 from keyhole.disk.json_text import json_text, write_result
 from keyhole.errors import UserError
 from keyhole.eval.asked import asked_names, is_library_task
-from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
+from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.eval.score import AnswerScore, DataScore, Score, TaskScore, check_code, data_score, score
 from keyhole.loading import load
 from keyhole.machine.text import markdown, printable
@@ -155,18 +155,8 @@ def score_data(
     stops = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
     data = prepare(source, model.tokenizer, max_length=longest, limit=limit, stop_token_ids=stops, **(how or {}))
     check_data(data, model.source, model.config, model.module)
-    nll_R, count_R = score_rows(model, data, **options)
     losses = replace(data.report, truncated=0).losses()  # what was cut has a line of its own
-    return data_score(
-        model,
-        task_name(source),
-        source,
-        float(nll_R.sum()),
-        int(count_R.sum()),
-        len(data),
-        data.report.truncated,
-        losses,
-    )
+    return data_score(model, task_name(source), source, data, data.report.truncated, losses, **options)
 
 
 def table(scores: Sequence[Score]) -> str:

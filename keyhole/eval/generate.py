@@ -14,11 +14,10 @@ Mistral) drops the space at the beginning of a text, and a program whose first l
 whose others by four, is none.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria
 
 from keyhole.data.capacity import check_ids, context_length
 from keyhole.data.tasks.encode import Encoder
@@ -30,10 +29,7 @@ from keyhole.ranks import Ranks
 
 MOST_ROWS = 64
 Watch = Callable[[list[list[int]]], Iterable[list[int]]]  # iterates over the batches, with a progress bar
-PLAIN: dict[str, object] = {
-    "do_sample": False,
-    "num_beams": 1,
-}  # greedy; the model's own settings are put aside
+PLAIN: dict[str, object] = {"do_sample": False, "num_beams": 1}  # greedy
 
 
 def generate_answers(
@@ -76,14 +72,16 @@ def continue_prompts(
     apart: bool = False,
 ) -> list[str]:
     """The text generated after each prompt of tokens, in order. settings: of Transformers' generation
-    (default: greedy, regardless of the model's own settings); apart: see answer_prompts."""
-    settings = PLAIN if settings is None else settings
+    (default: greedy, regardless of the model's own settings); apart: an answer becomes text without its prompt, as in
+    other programs."""
     answers = dict[int, str]()
     ranks = Ranks() if model.sharded else model.ranks  # each visit is a collective, and lengths of answers are unknown
     own = ranks.share(plan_batches([len(ids) for ids in prompts], batch_tokens, max_new_tokens, MOST_ROWS))
     for batch in watch(own):
-        texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop, settings=settings, apart=apart)
-        answers |= zip(batch, texts, strict=True)
+        befores = [prompts[i] for i in batch]
+        made = _generated(model, befores, max_new_tokens, stop, settings)
+        for i, before, ids in zip(batch, befores, made, strict=True):
+            answers[i] = cut_at(text_after(model.tokenizer, [] if apart else before, ids), stop)
     for theirs in ranks.objects(answers):
         answers |= theirs
     return [answers[i] for i in range(len(prompts))]
@@ -94,16 +92,10 @@ def cut_at(text: str, stop: Sequence[str]) -> str:
     return text[: min([text.find(word) for word in stop if word in text], default=len(text))]
 
 
-def answer_prompts(
-    model: Model,
-    prompts: list[list[int]],
-    new: int,
-    stop: Sequence[str] = (),
-    settings: dict[str, object] = PLAIN,
-    apart: bool = False,
-) -> list[str]:
-    """The answers to one batch of prompts, of at most `new` tokens each. settings: of Transformers' generation; apart:
-    an answer becomes text without its prompt, as in other programs."""
+def _generated(
+    model: Model, prompts: list[list[int]], new: int, stop: Sequence[str], settings: dict[str, object] | None
+) -> list[list[int]]:
+    """The tokens after each prompt of one batch, at most `new`."""
     tokenizer, own = model.tokenizer, model.module.generation_config
     width = max(map(len, prompts))
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
@@ -111,16 +103,27 @@ def answer_prompts(
     pad = next((i for i in (tokenizer.pad_token_id, own.pad_token_id, first_end) if i is not None), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    options: dict[str, object] = settings | {"max_new_tokens": new, "pad_token_id": pad, "eos_token_id": ends}
+    options = (PLAIN if settings is None else settings) | {"max_new_tokens": new, "pad_token_id": pad}
+    options |= {"eos_token_id": ends, "logits_processor": [Guard()]}
     options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
+    if settings is None:  # a setting that a call does not give would be filled in from the model's own
+        model.module.generation_config = GenerationConfig()
     try:
-        with _without_own(model.module) if settings is PLAIN else nullcontext():
-            made = model.generate(ids, mask, **options)[:, width:]
+        made: list[list[int]] = model.generate(ids, mask, **options)[:, width:].tolist()
     except NonFinite as error:
         raise not_finite(model, str(error)) from None
-    befores = [[]] * len(prompts) if apart else prompts
-    texts = [text_after(tokenizer, before, row) for before, row in zip(befores, made.tolist(), strict=True)]
-    return [cut_at(text, stop) for text in texts]
+    finally:
+        model.module.generation_config = own
+    return made
+
+
+class Guard(LogitsProcessor):
+    """Ends an answer whose logits are NaN. The cause is determined later, when no weights are being copied."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise NonFinite("no answer: the model's logits are NaN")
+        return scores
 
 
 def text_after(tokenizer: PreTrainedTokenizerBase, before: list[int], ids: list[int]) -> str:
@@ -129,16 +132,6 @@ def text_after(tokenizer: PreTrainedTokenizerBase, before: list[int], ids: list[
     start, whole, alone = tokenizer.batch_decode(texts, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     after: str = whole[len(start) :] if whole.startswith(start) else alone  # else: `before` ends inside of a character
     return after
-
-
-@contextmanager
-def _without_own(module: torch.nn.Module) -> Iterator[None]:
-    """Puts the model's generation settings aside: every one that a call does not give would be filled in from them."""
-    own, module.generation_config = module.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        module.generation_config = own
 
 
 class _Stops(StoppingCriteria):

@@ -58,9 +58,7 @@ def matthews(chosen: Sequence[int], right: Sequence[int]) -> float:
     """Matthews' correlation, for any number of classes."""
     classes = sorted({*chosen, *right})
     p, y = (np.array([[x == k for k in classes] for x in xs], dtype=float) for xs in (chosen, right))
-    p, y = p - p.mean(0), y - y.mean(0)
-    scale = math.sqrt((p * p).sum() * (y * y).sum())
-    return float((p * y).sum() / scale) if scale else 0.0
+    return _correlation(p, y)
 
 
 def pearson(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -68,7 +66,11 @@ def pearson(found: Sequence[float], wanted: Sequence[float]) -> float:
     x, y = np.array(found, dtype=float), np.array(wanted, dtype=float)
     if x.min() == x.max() or y.min() == y.max():  # their mean may differ from them by its rounding
         return 0.0
-    x, y = x - x.mean(), y - y.mean()
+    return _correlation(x, y)
+
+
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
+    x, y = x - x.mean(0), y - y.mean(0)
     scale = math.sqrt((x * x).sum() * (y * y).sum())
     return float((x * y).sum() / scale) if scale else 0.0
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from keyhole.data.capacity import check_ids, check_max_length, context_length
+from keyhole.data.dataset import Sample
 from keyhole.data.tasks.encode import Encoder, TextEncoder
 from keyhole.data.tasks.question import MARK, Question, Task, find_labels
 from keyhole.data.tasks.spec import CHOICE, LIKELIHOOD
@@ -249,23 +250,22 @@ def _likelihood(model: Model, task: Task, longest: int | None, **options: Any) -
     rows = [row for rows in encoder.encode(task.questions, task.spec.end_token) for row in rows]
     for question, row in zip(task.questions, rows, strict=True):
         check_ids(row.input_ids, question.where, model.source, model.config)
-    nll_R, count_R = score_rows(model, rows, **options)
-    where = f"task {task.name}"
-    return data_score(model, task.name, where, float(nll_R.sum()), int(count_R.sum()), len(rows), encoder.truncated)
+    return data_score(model, task.name, f"task {task.name}", rows, encoder.truncated, **options)
 
 
 def data_score(
     model: Model,
     name: str,
     where: str,
-    nll: float,
-    tokens: int,
-    samples: int,
+    rows: Sequence[Sample],
     truncated: int,
     losses: Sequence[str] = (),
+    **options: Any,
 ) -> DataScore:
-    """The loss from its sum; an error if it is not finite."""
-    loss = nll / tokens
+    """The loss of rows; an error if it is not finite. where: what that calls them."""
+    nll_R, count_R = score_rows(model, rows, **options)
+    tokens = int(count_R.sum())
+    loss = float(nll_R.sum()) / tokens
     if not math.isfinite(loss):
         raise not_finite(model, f"{where}: the loss is {loss}")
     found = metrics.perplexity(loss)
@@ -274,7 +274,7 @@ def data_score(
         metric="perplexity",
         metrics={"perplexity": found},
         truncated=truncated,
-        samples=samples,
+        samples=len(rows),
         tokens=tokens,
         loss=loss,
         perplexity=found,

@@ -153,9 +153,8 @@ class KeyholeLM(TemplateLM):
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            for context, continuation in map(utils.make_disjoint_window, cuts):
-                windows.append((None, context, continuation))
-                owner.append(number)
+            cut = [(None, *utils.make_disjoint_window(window)) for window in cuts]
+            windows, owner = windows + cut, owner + [number] * len(cut)
         sums = [0.0] * len(requests)
         for number, (value, _) in zip(owner, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
             sums[number] += value

@@ -49,7 +49,7 @@ def test_the_right_answer_by_index_or_text(tmp_path: Path, answer: dict, index: 
         ({"answer": "6"}, "none of  6 is one of"),
         ({"answer": None}, "found null"),
         ({"candidates": [" 4"]}, "2 to 1000 texts"),
-        ({"candidates": " 4"}, "a list of texts"),
+        ({"candidates": " 4"}, "a list of 2 to 1000 texts"),
         ({"candidates": [" 4", ""]}, "texts that are not empty"),
         ({"candidates": [" 4", " 4"]}, "the same"),
         ({"prompt": 7}, "expected text or turns"),

@@ -26,10 +26,10 @@ from keyhole.data.batches import order
 from keyhole.data.opened import Record
 from keyhole.data.prepare import About, Arrays, kept
 from keyhole.data.settings import DataSettings
-from keyhole.data.tasks.parse import read_spec, read_text
+from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Question, Task, build
-from keyhole.data.tasks.spec import GENERATED, OWN_SPLITS, TaskSpec, check_names, extracted, listed_names, own_splits
+from keyhole.data.tasks.spec import GENERATED, OWN_SPLITS, SPLITS, TaskSpec, check_names, extracted, listed_names
 from keyhole.data.tasks.tables import latin_line
 from keyhole.data.worker import bounded
 from keyhole.errors import UserError, listed
@@ -61,9 +61,9 @@ def load_task(
     the setting data_cache. Drawing must first read all rows of the files, because only rows with a label can be
     drawn, so what is drawn is kept."""
     spec = read_spec(name)
-    places = find_splits(spec, task_data, own_splits(splits, spec.name))
+    places = find_splits(spec, task_data, splits)
     names = sorted({file for place in places.values() for file in place.names})
-    how = [spec.name, read_text(name), asdict(numbers), training, {s: astuple(place) for s, place in places.items()}]
+    how = [spec.name, spec.fingerprint, asdict(numbers), training, {s: astuple(place) for s, place in places.items()}]
 
     def pack(drawn: dict[str, Task]) -> tuple[About, Arrays]:
         return {s: [task.about, task.warnings, [vars(q) for q in task.questions]] for s, task in drawn.items()}, {}
@@ -78,30 +78,35 @@ def load_task(
 
 
 def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: bool) -> dict[str, Task]:
-    if training:
-        _check_disjoint(spec, places)
-    drawn = {}
-    if training and "train" in places:
-        records, note = _read(spec, places["train"])
-        rows = order(len(records), numbers.seed, 0)
-        train, held_out = numbers.train, min(numbers.dev, 2 * len(records) // 5)
-        if "dev" not in places:
-            most = len(records) - held_out
-            train = most if train is None else min(most, train)
-            dev = _task(spec, records, rows[train : train + held_out], places["train"], "")
-        else:
-            others, other_note = _read(spec, places["dev"])
-            dev = _task(spec, others, order(len(others), numbers.seed, 0)[: numbers.dev], places["dev"], other_note)
-        drawn = {"train": _task(spec, records, rows[:train], places["train"], note), "dev": dev}
-    place, three = places["test"], spec.splits is OWN_SPLITS and "dev" in places
-    records, note = _read(spec, place, "; to be judged by the dev file: task_splits: {test: validation}" * three)
-    drawn["test"] = _task(spec, records, np.sort(order(len(records), TEST_SEED, 0)[: numbers.test]), place, note)
     if training and "train" not in places:
         raise UserError(
-            f"task_data: task {spec.name} has rows to be judged by ({place}), and none to train on: add a file "
-            f"train.jsonl, or divide the one there is: task_splits: {place.divided()}; to be judged by it only: "
-            f"test_task={spec.name}"
+            f"task_data: task {spec.name} has rows to be judged by ({places['test']}), and none to train on: add a "
+            f"file train.jsonl, or divide the one there is: task_splits: {places['test'].divided()}; to be judged by "
+            f"it only: test_task={spec.name}"
         )
+    places = places if training else {"test": places["test"]}
+    read = {split: _read(spec, split, places) for split in places}
+    seen = {split: {(row.file, row.number, row.part) for row in rows} for split, (rows, _) in read.items()}
+    for one, other in combinations(places, 2):  # else the model would be selected or scored on rows of its training
+        if seen[one] & seen[other]:
+            raise UserError(
+                f"task_splits: task {spec.name}: {one} ({places[one]}) and {other} ({places[other]}) share rows; name "
+                f"different files, or parts without a common row: {places[other].divided(one, other)}"
+            )
+    chosen = {"test": np.sort(order(len(read["test"][0]), TEST_SEED, 0)[: numbers.test])}
+    if training:
+        rows = order(len(read["train"][0]), numbers.seed, 0)
+        if "dev" in places:
+            chosen |= {
+                "train": rows[: numbers.train],
+                "dev": order(len(read["dev"][0]), numbers.seed, 0)[: numbers.dev],
+            }
+        else:
+            held_out = min(numbers.dev, 2 * len(rows) // 5)
+            count = min(len(rows) - held_out, len(rows) if numbers.train is None else numbers.train)
+            chosen |= {"train": rows[:count], "dev": rows[count : count + held_out]}
+            places, read = places | {"dev": places["train"]}, read | {"dev": (read["train"][0], "")}
+    drawn = {s: _task(spec, read[s][0], chosen[s], places[s], read[s][1]) for s in SPLITS if s in chosen}
     asked = {split: [_asked(question) for question in task.questions] for split, task in drawn.items()}
     for one, other in combinations(drawn, 2):  # a split that repeats a question of an earlier one
         if count := sum(map(set(asked[one]).__contains__, asked[other])):
@@ -115,37 +120,23 @@ def _asked(question: Question) -> tuple[str, tuple[str, ...]]:
     return str(question.prompt), question.candidates if len(question.candidates) > 1 else ()
 
 
-def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
-    """Refuses splits with a common row: a model would be selected or scored on rows that it was trained on."""
-    for one, other in combinations(places, 2):
-        first, second = places[one], places[other]
-        shared: set[str] | set[int] = set(first.names) & set(second.names)  # names, or rows
-        if shared and first.names == second.names:
-            files = [(name,) for name in first.names] if first.each else [first.names]
-            counts = [len(read_split(spec, Split(names), Counter())) for names in files]
-            shared = {row for count in counts for row in set(first.rows(count)) & set(second.rows(count))}
-        if shared:
-            raise UserError(
-                f"task_splits: task {spec.name}: {one} ({first}) and {other} ({second}) share rows; name different "
-                f"files, or parts without a common row: {second.divided(one, other)}"
-            )
-
-
-def _read(spec: TaskSpec, place: Split, advice: str = "") -> tuple[list[Record], str]:
-    left_out: Counter[str] = Counter()
+def _read(spec: TaskSpec, split: str, places: dict[str, Split]) -> tuple[list[Record], str]:
+    """The rows of a split, and a note on what was left out of its files."""
+    left_out, place = Counter[str](), places[split]
     records = read_split(spec, place, left_out)
     note = "".join(f"; {count:,} {why} left out" for why, count in left_out.items() if count)
     for path in (Path(name) for name in place.names if Path(name).is_file()):
         if line := latin_line(path):
             note += f"; {path.name} is read as Latin-1, because line {line} is not UTF-8 and no other letter is"
-    if records:
-        return records, note
-    if count := len(read_split(spec, Split(place.names), Counter())):
-        divided = f"divide them in another way: task_splits: {place.divided()}" if count > 1 else "add rows"
-        note += f"; there are {count:,}, of which the slice takes none: {divided}"
-    elif not left_out.total():
-        note += "; is there a row below the header, and was the download cut off?"
-    raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}{advice}")
+    if not records:
+        if (place.start, place.stop) != (None, None):
+            note += f"; if the slice takes none, divide them in another way: task_splits: {place.divided()}"
+        elif not left_out.total():
+            note += "; is there a row below the header, and was the download cut off?"
+        if split == "test" and spec.splits is OWN_SPLITS and "dev" in places:
+            note += "; to be judged by the dev file: task_splits: {test: validation}"
+        raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}")
+    return records, note
 
 
 def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split, note: str) -> Task:
@@ -170,43 +161,40 @@ def _odd(spec: TaskSpec, records: list[Record], questions: list[Question], place
     for name in (name for name in spec.columns if name not in spec.optional):
         cells = ((record.where, record.row[name]) for record in records)
         found[f"an empty {name}"] = [where for where, cell in cells if isinstance(cell, str) and not cell.strip()]
-    listed_candidates = spec.candidates if isinstance(spec.candidates, tuple) else ()
     if spec.kind == GENERATED and spec.program is None:
         what = f"an answer with one of the stop strings, {listed(map(repr, spec.stop))}, where generation ends"
         found[what] = [q.where for q in questions if any(word in q.candidates[0].strip() for word in spec.stop)]
     if spec.kind == GENERATED and spec.extract is not None:
         parts = iter(extracted(spec.extract, [text for q in questions for text in q.references]))
-        without = [q.where for q in questions if all([next(parts) is None for _ in q.references])]
-        found[f"references in which `extract` finds nothing ({spec.extract})"] = without
+        what = f"references in which `extract` finds nothing ({spec.extract})"
+        found[what] = [q.where for q in questions if all([next(parts) is None for _ in q.references])]
     told = [
         f"{len(rows):,} of the {len(records):,} rows drawn from {place} have {what} (such as {rows[0]})"
         for what, rows in found.items()
         if rows
     ]
     answers = {question.candidates[question.answer] for question in questions}
-    if listed_candidates and len(questions) >= LEAST_ANSWERS and spec.value is None and len(answers) == 1:
+    if (
+        isinstance(spec.candidates, tuple)
+        and len(questions) >= LEAST_ANSWERS
+        and spec.value is None
+        and len(answers) == 1
+    ):
         same = f"have the same answer, {min(answers)!r}; are the rows sorted?"
         told.append(f"all {len(questions):,} rows drawn from {place} {same}")
     return tuple(told)
 
 
-def draw_tasks(settings: DataSettings) -> list[dict[str, Task]]:
-    """Train, dev and test of each task of a run."""
-    names = listed_names(settings.task)
-    check_names([*names, *listed_names(settings.test_task)], settings.task_splits)
-    return [_of_settings(name, settings, training=True) for name in names]
-
-
-def draw_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
-    """The tasks that are only scored (test_task)."""
-    names = listed_names(settings.test_task)
-    check_names([*listed_names(settings.task), *names], settings.task_splits if names else None)
-    return tuple(_of_settings(name, settings, training=False)["test"] for name in names)
-
-
-def _of_settings(name: str, how: DataSettings, training: bool) -> dict[str, Task]:
-    numbers = Numbers(train=how.num_train, dev=how.num_dev, test=how.num_eval, seed=how.seed)
-    return load_task(name, how.task_data, numbers, how.task_splits, training=training, cache=how.data_cache)
+def draw_tasks(settings: DataSettings, training: bool = True) -> list[dict[str, Task]]:
+    """Train, dev and test of each task of a run; or the test of those that are only scored (test_task)."""
+    names, only_scored = listed_names(settings.task), listed_names(settings.test_task)
+    check_names([*names, *only_scored], settings.task_splits)
+    numbers = Numbers(train=settings.num_train, dev=settings.num_dev, test=settings.num_eval, seed=settings.seed)
+    data, splits, cache = settings.task_data, settings.task_splits, settings.data_cache
+    return [
+        load_task(name, data, numbers, splits, training=training, cache=cache)
+        for name in (names if training else only_scored)
+    ]
 
 
 def report_lines(drawn: dict[str, Task]) -> list[str]:

@@ -190,28 +190,22 @@ class TextEncoder:
 
     def encode(self, questions: Sequence[Question], labels: Labels) -> list[Sample | None]:
         """A row for each question; None for one that is dropped."""
-        texts = []
-        for question in questions:
-            if not question.texts and not isinstance(question.prompt, str):
-                raise UserError(f"{question.where}: the prompt is a chat; a classifier is given text")
-            texts.append(question.texts or (str(question.prompt),))
-        rows: list[Tokenised | None] = list(self._tokens(texts))
-        long = []
-        for i, row in enumerate(rows):
-            if row is not None and not row[0]:
-                rows[i] = [_token_for_nothing(self.tokenizer, questions[i])], [0] if self.has_types else None
-            elif row is not None and self.max_length is not None and len(row[0]) > self.max_length:
-                if self.overlong == "error":
-                    raise _too_long(questions[i], len(row[0]), self.max_length)
-                long.append(i)
+        texts = [question.texts or (str(question.prompt),) for question in questions]
+        rows = self._tokens(texts)
+        long = [i for i, (ids, _) in enumerate(rows) if self.max_length is not None and len(ids) > self.max_length]
+        if long and self.overlong == "error":
+            raise _too_long(questions[long[0]], len(rows[long[0]][0]), self.max_length)
         self.truncated += len(long)
-        cut = [None] * len(long) if self.overlong == "drop" else self._tokens([texts[i] for i in long], self.max_length)
-        for i, short in zip(long, cut, strict=True):
+        for i, short in zip(long, self._tokens([texts[i] for i in long], self.max_length), strict=True):
             rows[i] = short
-        return [
-            None if row is None else Sample(row[0], [IGNORED] * len(row[0]), None, row[1], labels.target(question))
-            for question, row in zip(questions, rows, strict=True)
-        ]
+        dropped = set(long) if self.overlong == "drop" else set()
+        found: list[Sample | None] = []
+        for i, (question, (ids, types)) in enumerate(zip(questions, rows, strict=True)):
+            if not ids:
+                ids, types = [_token_for_nothing(self.tokenizer, question)], [0] if self.has_types else None
+            row = Sample(ids, [IGNORED] * len(ids), None, types, labels.target(question))
+            found.append(None if i in dropped else row)
+        return found
 
     def training_rows(self, tasks: Sequence[Task], labels: Labels, report: Report) -> Iterator[Encoded]:
         """The rows of all questions; a row's source is the index of its task. report: counts what is cut, dropped, and

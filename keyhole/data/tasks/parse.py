@@ -45,29 +45,18 @@ OF_ANSWERS = ("answer", "references", "extract", "stop", "max_new_tokens")  # ke
 def read_spec(name: str) -> TaskSpec:
     """The task with this name, or from this file. The test files of public tasks have no labels, so such tasks are
     judged by the validation set; a user's own task by its test file, where there are three."""
-    path, is_file = _path(name)
-    spec = parse_spec(read_text(name), path.stem, str(path) if is_file else name)
-    return replace(spec, splits=OWN_SPLITS) if is_file and spec.splits is USUAL_SPLITS else spec
-
-
-def read_text(name: str) -> str:
-    """The text of the task file with this name or path."""
-    path, _ = _path(name)
+    is_file = is_task_file(name)
+    if not is_file and not is_task_name(name):
+        raise UserError(f"task: {unknown_task(name)}")
+    path = Path(os.path.expanduser(name)) if is_file else LIBRARY / f"{own_name(name)}.yaml"
     try:
-        return read_small(path, MOST_BYTES).decode()
+        text = read_small(path, MOST_BYTES).decode()
     except UnicodeDecodeError:
         raise UserError(f"task: {path}: not UTF-8 text; is it a task file?") from None
     except OSError as error:
         raise UserError(f"task: {path}: cannot be read: {error.strerror}") from None
-
-
-def _path(name: str) -> tuple[Path, bool]:
-    """The task file, and whether it is the user's own."""
-    if is_task_file(name):
-        return Path(os.path.expanduser(name)), True
-    if not is_task_name(name):
-        raise UserError(f"task: {unknown_task(name)}")
-    return LIBRARY / f"{own_name(name)}.yaml", False
+    spec = parse_spec(text, path.stem, str(path) if is_file else name)
+    return replace(spec, splits=OWN_SPLITS) if is_file and spec.splits is USUAL_SPLITS else spec
 
 
 def parse_spec(text: str, name: str, source: str) -> TaskSpec:

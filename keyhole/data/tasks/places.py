@@ -18,15 +18,14 @@ and validation is also called val, valid and dev. Without `task_data` the data c
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from keyhole.assets import TRAIN
 from keyhole.data.opened import Record
-from keyhole.data.sources import is_saved, names_in, read_datasets
-from keyhole.data.tasks.spec import OWN_SPLITS, SPLITS, TaskSpec, plain
+from keyhole.data.sources import is_saved, names_in
+from keyhole.data.tasks.spec import OWN_SPLITS, SPLITS, TaskSpec, own_splits, plain
 from keyhole.data.tasks.tables import pick_all, read_rows, suffix_of
 from keyhole.errors import UserError, listed
 
@@ -68,39 +67,35 @@ def _row(bound: Bound, count: int) -> int | None:
 
 
 def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | None = None) -> dict[str, Split]:
-    """The splits train, test and optionally dev of a task. given: names instead of the task's own (task_splits)."""
-    given = given or {}
+    """The splits train, test and optionally dev of a task. given: the setting task_splits."""
+    given = own_splits(given, spec.name)
     if task_data is None and spec.name == "demo":
         task_data = str(TRAIN.parent)
     if task_data is None:
         return _hub_splits(spec, given)
     folder = _folder(spec, Path(os.path.expanduser(task_data)))
     layouts = [{**layout, **{split: (name,) for split, name in given.items()}} for layout in spec.splits]
+    three = spec.splits is OWN_SPLITS  # the first layout is three files of a user's own
+    if three and {"dev", "test"} & given.keys():
+        layouts, three = layouts[1:], False
     found = [{s: place for s, names in layout.items() if (place := _find(folder, names, s))} for layout in layouts]
-    own = spec.splits is OWN_SPLITS  # three files of a user's own, unless the splits are given
-    for layout, there in list(zip(layouts, found, strict=True))[own and bool({"dev", "test"} & given.keys()) :]:
-        if len(there) == len(layout):
-            return there
-    if "train" not in given:  # a test split alone is enough
-        for there in found[own:]:
-            if "test" in there:
-                return {"test": there["test"]}
+    whole = [there for layout, there in zip(layouts, found, strict=True) if len(there) == len(layout)]
+    alone = [{"test": there["test"]} for there in found[three:] if "test" in there and "train" not in given]
+    if whole or alone:  # a test split alone is enough
+        return (whole or alone)[0]
     missing: dict[str, dict[str, None]] = {}
-    for layout, there in list(zip(layouts, found, strict=True))[own:]:
-        for split in layout.keys() - there.keys():
+    for layout, there in list(zip(layouts, found, strict=True))[three:]:
+        for split in (split for split in SPLITS if split in layout and split not in there):
             missing.setdefault(split, {}).update(dict.fromkeys(layout[split]))
-    told = " and none for ".join(
-        f"{split} (looked for {listed(missing[split])})" for split in SPLITS if split in missing
-    )
-    whole = next((there["train"] for there in found if "train" in there), None)
+    told = " and none for ".join(f"{split} (looked for {listed(names)})" for split, names in missing.items())
+    train = next((there["train"] for there in found if "train" in there), None)
     taken = {name for there in found for place in there.values() for name in place.names}
     free = [path for path in sorted(folder.iterdir()) if suffix_of(path) and path.is_file() and str(path) not in taken]
     advice = ""
     if len(free) >= len(missing):
-        named = ", ".join(f"{split}: FILE" for split in SPLITS if split in missing)
-        advice = f"; or say which is which: task_splits: {{{named}}}"
-    elif whole or free:
-        advice = f"; or divide the one there is: task_splits: {(whole or Split((str(free[0]),))).divided()}"
+        advice = f"; or say which is which: task_splits: {{{', '.join(f'{split}: FILE' for split in missing)}}}"
+    elif train or free:
+        advice = f"; or divide the one there is: task_splits: {(train or Split((str(free[0]),))).divided()}"
     raise UserError(
         f"task_data: {folder} has no file for {told}; it holds {listed(sorted(names_in(list(folder.iterdir()))))}. "
         f"Name the files by split (train.jsonl, validation.tsv, ...){advice}"
@@ -111,16 +106,10 @@ def read_split(spec: TaskSpec, split: Split, left_out: Counter[str]) -> list[Rec
     """The labelled rows of a split, with the task's columns. left_out: counts the others."""
     found: list[Record] = []
     for names in [(name,) for name in split.names] if split.each else [split.names]:
-        rows = list(pick_all(_rows(spec, names, left_out), spec, left_out))
+        records = (record for name in names for record in read_rows(name, spec, left_out))
+        rows = list(pick_all(records, spec, left_out))
         found += [rows[i] for i in split.rows(len(rows))]
     return found
-
-
-def _rows(spec: TaskSpec, names: tuple[str, ...], left_out: Counter[str]) -> Iterator[Record]:
-    for name in names:
-        if os.path.exists(name) and not os.path.isfile(name) and not is_saved(Path(name)):
-            raise UserError(f"{name}: not a regular file but a pipe or a device; copy it into a file")
-        yield from read_rows(Path(name), spec, left_out) if Path(name).is_file() else read_datasets(name)
 
 
 def _folder(spec: TaskSpec, root: Path) -> Path:
@@ -128,17 +117,15 @@ def _folder(spec: TaskSpec, root: Path) -> Path:
     if not os.path.isdir(root):
         raise UserError(f"task_data: {root}: no such directory (from {Path.cwd()})")
     inside = [path for path in sorted(root.iterdir()) if path.is_dir()]
-    wanted = dict.fromkeys(plain(name) for name in (spec.name, *spec.folders))
-    found = [path for name in wanted for path in inside if plain(path.name) == name]
-    alike = [path.name for path in found if plain(path.name) == plain(found[0].name)]
-    if len(alike) > 1:
-        raise UserError(f"task_data: {root}: {listed(alike)} could all be the folder of task {spec.name}; rename one")
-    if found and not _has_split(spec, found[0]):
-        deeper = [path for path in sorted(found[0].iterdir()) if path.is_dir() and _has_split(spec, path)]
-        deeper = [path for path in deeper if path.name == spec.hub.get("config")] or deeper
-        return deeper[0] if len(deeper) == 1 else found[0]
-    if found:
-        return found[0]
+    for wanted in dict.fromkeys(plain(name) for name in (spec.name, *spec.folders)):
+        found = [path for path in inside if plain(path.name) == wanted]
+        if len(found) > 1:
+            told = f"{listed([path.name for path in found])} could all be the folder of task {spec.name}; rename one"
+            raise UserError(f"task_data: {root}: {told}")
+        if found:
+            deeper = [path for path in sorted(found[0].iterdir()) if path.is_dir() and _has_split(spec, path)]
+            deeper = [path for path in deeper if path.name == spec.hub.get("config")] or deeper
+            return deeper[0] if len(deeper) == 1 and not _has_split(spec, found[0]) else found[0]
     if any(suffix_of(path) for path in root.iterdir() if path.is_file()) or _has_split(spec, root):
         return root
     names = listed([path.name for path in inside]) or "no folder"

@@ -102,15 +102,12 @@ def build(record: Record, spec: TaskSpec) -> Question | None:
 
 def _choice(where: str, row: Row, spec: TaskSpec) -> Question:
     found = spec.candidates if isinstance(spec.candidates, tuple) else spec.candidates.run(row)
-    if not isinstance(found, tuple | list):
-        raise UserError(f"candidates: expected a list of texts, found {found!r:.80}")
-    if not 2 <= len(found) <= MOST_CANDIDATES:
-        raise UserError(f"candidates: expected 2 to {MOST_CANDIDATES} texts, found {len(found):,}: {found!r:.80}")
+    if not isinstance(found, tuple | list) or not 2 <= len(found) <= MOST_CANDIDATES:
+        raise UserError(f"candidates: expected a list of 2 to {MOST_CANDIDATES} texts, found {found!r:.80}")
     if wrong := [text for text in found if not isinstance(text, str) or not text]:
         raise UserError(f"candidates: expected texts that are not empty, found {wrong[0]!r:.60} in {found!r:.80}")
     raw = list(found)
     texts = [spec.candidate.run({**row, "candidate": text}) if spec.candidate else text for text in raw]
-    _different(raw)
     value = None if spec.value is None else number_of(row[spec.value], spec.value)
     if spec.right is not None:
         named = spec.right.run(row)
@@ -123,7 +120,8 @@ def _choice(where: str, row: Row, spec: TaskSpec) -> Question:
     else:
         nearest = [abs(number_of(text, "candidates") - value) for text in texts]
         right = [nearest.index(min(nearest))]
-    _different(texts)
+    if len(set(texts)) < len(texts):
+        raise UserError(f"candidates: two of them are the same: {listed(texts)}")
     prompt = spec.prompt.run(row)
     if type(spec.prompt) is Text:
         prompt = prompt.lstrip(" ")  # as in MeZO
@@ -135,17 +133,14 @@ def _choice(where: str, row: Row, spec: TaskSpec) -> Question:
     return Question(prompt, tuple(texts), right[0], where, tuple(right[1:]), value=value, texts=given)
 
 
-def _different(texts: list[str]) -> None:
-    if len(set(texts)) < len(texts):
-        raise UserError(f"candidates: two of them are the same: {listed(texts)}")
-
-
 def _label(value: object, count: int, spec: TaskSpec) -> int:
     spellings = spec.labels or tuple((str(i),) for i in range(count))
     found = [i for i, words in enumerate(spellings) if spelled(value) in words]
     if not found or found[0] >= count:
-        known = "; ".join(" or ".join(words) for words in spellings)
-        hint = "`labels` of the task's file lists the spellings"
+        known, hint = (
+            "; ".join(" or ".join(words) for words in spellings),
+            "`labels` of the task's file lists the spellings",
+        )
         if not spec.labels:
             known = f"the number of a candidate, from 0 to {count - 1}"
             hint = 'other spellings: `labels` of the task\'s file; the text of a candidate: `right: "label"`'

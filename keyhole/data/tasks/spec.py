@@ -307,10 +307,9 @@ def check_names(names: Sequence[str], splits: dict[str, str] | None) -> None:
     for name in names:
         own = task_name(name)
         if own in called:
-            if called[own] == name:
-                raise UserError(f"task: {name} is named twice (task, test_task); train_weights repeats a task's rows")
             raise UserError(
-                f"task: {called[own]} and {name} are both called {own}, and so would be their results; rename one file"
+                f"task: {called[own]} and {name} are both called {own}, and so would be their results; rename one "
+                "file, or name a task once (task, test_task): train_weights repeats its rows"
             )
         called[own] = name
     for key in splits or {}:

@@ -24,6 +24,7 @@ no label         rows whose label is missing, -1, - or empty (the test sets of b
                  numbers that begin at -1 or below
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -45,6 +46,7 @@ from keyhole.data.opened import (
     told,
 )
 from keyhole.data.readers import load_json, read_cells, read_file
+from keyhole.data.sources import is_saved, read_datasets
 from keyhole.data.tasks.spec import TaskSpec
 from keyhole.errors import UserError, listed
 
@@ -62,23 +64,29 @@ def suffix_of(path: Path) -> str:
     return name.suffix.lower() if name.suffix.lower() in LINES else kind
 
 
-def read_rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
-    """All rows of a file. left_out: counts those that are broken."""
-    suffix = suffix_of(path)
-    named = any("line" in aliases for aliases in spec.columns.values()) and path.suffix.lower() not in PACKED
+def read_rows(name: str, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
+    """All rows of a file, of a saved data set, or of one of the hub. left_out: counts those that are broken."""
+    path = Path(name)
+    if os.path.exists(path) and not path.is_file() and not is_saved(path):
+        raise UserError(f"{name}: not a regular file but a pipe or a device; copy it into a file")
+    if not path.is_file():
+        yield from read_datasets(name)
+        return
+    suffix, names = suffix_of(path), {alias for aliases in spec.columns.values() for alias in aliases}
     with told(path):
         encoding = "latin-1" if latin_line(path) else None
-        if suffix in LINES or (named and suffix == ""):
-            with open_text(path, encoding=encoding) as file, open_text(path, encoding=encoding) as again:
+        if suffix in LINES or (suffix == "" and "line" in names and path.suffix.lower() not in PACKED):
+            with open_text(path, encoding=encoding) as file:
                 if "\t" not in file.readline(MOST_ROW_BYTES):  # one text per line
-                    for number, line in enumerate(bounded_lines(again, path), 1):
+                    file.seek(0)
+                    for number, line in enumerate(bounded_lines(file, path), 1):
                         if line.strip():
-                            yield Record(str(path), "line", number, {"line": line.strip(), "file": path.name})
+                            yield Record(name, "line", number, {"line": line.strip(), "file": path.name})
                     return
         if suffix in (".tsv", ".csv", *LINES):
-            yield from _cells(path, encoding, spec, left_out)
+            yield from _cells(path, encoding, spec.header, names, left_out)
         elif suffix == ".json" and isinstance(value := load_json(path), dict):
-            yield Record(str(path), "item", 1, value)
+            yield Record(name, "item", 1, value)
         else:
             yield from read_file(path)
 
@@ -101,18 +109,21 @@ def latin_line(path: Path) -> int | None:
     return latin
 
 
-def _cells(path: Path, encoding: str | None, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
-    found = read_cells(path, encoding=encoding, skip_spaces=True, marks_are_letters=True)
-    rows: Iterator[list[str]] = (cells for _, cells in found)
-    first = next(rows, [])
-    known = {alias for aliases in spec.columns.values() for alias in aliases}
-    names, may_go_on = first, False
-    if known & set(first) or not spec.header:
+def _cells(
+    path: Path, encoding: str | None, header: tuple[str, ...], known: set[str], left_out: Counter[str]
+) -> Iterator[Record]:
+    """Rows of cells. header: the task's names of them, for a file without any known column in its first line; `...` at
+    its end: more may follow."""
+    rows: Iterator[list[str]] = (
+        cells for _, cells in read_cells(path, encoding=encoding, skip_spaces=True, marks_are_letters=True)
+    )
+    names = first = next(rows, [])
+    may_go_on = False
+    if known & set(first) or not header:
         check_header(path, first)
-    else:  # no header: the first line is a row, and the task names the cells; `...` at the end: more may follow
-        may_go_on = spec.header[-1] == "..."
-        names, rows = list(spec.header[:-1] if may_go_on else spec.header), chain([first], rows)
-        if len(first) != len(names) and not (may_go_on and len(first) > len(names)):
+    else:
+        may_go_on, names, rows = "..." in header, [name for name in header if name != "..."], chain([first], rows)
+        if len(first) < len(names) or (len(first) > len(names) and not may_go_on):
             raise UserError(
                 f"{path}: the first line has none of the columns {listed(sorted(known))}, and {len(first)} cells: a "
                 f"file without a header has {len(names)} ({listed(names)})"
@@ -195,11 +206,12 @@ def pick(record: Record, spec: TaskSpec) -> Record:
         value = next((found for alias in aliases if (found := lookup(record.row, alias)) is not MISSING), None)
         if value is None and name not in spec.optional and all(lookup(record.row, a) is MISSING for a in aliases):
             also = f" (also called {listed(aliases[1:])})" if len(aliases) > 1 else ""
-            instead = "Rename it"
-            if all("." in alias for alias in aliases) and not any(isinstance(x, dict) for x in record.row.values()):
-                *outer, last = aliases[0].split(".")
-                example = "".join(f'{{"{key}": ' for key in outer) + f'{{"{last}": ...' + "}" * (len(outer) + 1)
-                instead = f"It is inside an object, which no cell of a CSV can hold: give JSON rows with {example}"
+            nested = all("." in alias for alias in aliases) and not any(
+                isinstance(x, dict) for x in record.row.values()
+            )
+            instead = (
+                "It is inside an object, which no cell of a CSV can hold: give JSON rows" if nested else "Rename it"
+            )
             raise UserError(
                 f"{record.where}: task {spec.name} needs the column {aliases[0]}{also}; found: {listed(record.row)}. "
                 f"{instead}, or give its name in the data in `columns: {{{name}: ...}}` of a task file of your own "

@@ -81,12 +81,10 @@ def test_rows_that_do_not_fit_are_refused_with_their_place(task: str, row: dict,
 
 def test_answers_inside_an_object_need_a_format_that_has_objects(tmp_path: Path) -> None:
     (tmp_path / "val.csv").write_text("passage,question,answers_spans\np,q,\"{'spans': ['x']}\"\n")
-    shape = '{"answers_spans": {"spans": ...}}'
-    with pytest.raises(UserError, match="no cell of a CSV can hold: give JSON rows") as caught:
+    with pytest.raises(UserError, match="no cell of a CSV can hold: give JSON rows"):
         load_task("drop", str(tmp_path), Numbers(), training=False)
-    assert f"with {shape}" in str(caught.value) and "Rename" not in str(caught.value)
     (tmp_path / "val.csv").unlink()
-    row = {"passage": "p", "question": "q"} | json.loads(shape.replace("...", '["x"]'))
+    row = {"passage": "p", "question": "q"} | {"answers_spans": {"spans": ["x"]}}
     (tmp_path / "val.jsonl").write_text(json.dumps(row))
     (question,) = load_task("drop", str(tmp_path), Numbers(), training=False)["test"].questions
     assert question.references == ("x",)
@@ -103,7 +101,7 @@ def test_a_question_without_an_answer_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("candidates", "row", "says"),
     [
-        ("x", {"x": ["a"] * 1001, "label": 0}, "2 to 1000 texts, found 1,001: .'a'"),
+        ("x", {"x": ["a"] * 1001, "label": 0}, "a list of 2 to 1000 texts, found .'a'"),
         ("x", {"x": ["a", 7], "label": 0}, "texts that are not empty, found 7 in .'a', 7."),
         ("'never, again'", {"x": "a", "label": 0}, "candidates: 'never' is undefined"),
         ("x", {"x": ["a", "b"], "label": "b"}, 'from 0 to 1 .other spellings.*`right: "label"`'),

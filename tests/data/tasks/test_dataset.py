@@ -86,7 +86,7 @@ def test_a_mixture_by_weights(tiny_model: Path, folder: Path) -> None:
     assert np.bincount([len(row) for row in data.rows]).tolist() == [0, 0, 12, 3]
     with pytest.raises(UserError, match="train_weights: 1 numbers for 2 tasks"):
         load_data(settings(tiny_model, folder, **given | {"train_weights": [1]}))
-    with pytest.raises(UserError, match="named twice"):
+    with pytest.raises(UserError, match="cb and cb are both called cb.*name a task once"):
         load_data(settings(tiny_model, folder, task=["cb", "cb"]))
 
 

@@ -21,7 +21,7 @@ from keyhole.errors import UserError
 
 def rows(path: Path, task: str) -> tuple[list[dict], Counter[str]]:
     left_out: Counter[str] = Counter()
-    return [record.row for record in read_rows(path, read_spec(task), left_out)], left_out
+    return [record.row for record in read_rows(str(path), read_spec(task), left_out)], left_out
 
 
 def test_quotes_in_tsv_are_letters(tmp_path: Path) -> None:
