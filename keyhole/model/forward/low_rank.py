@@ -34,7 +34,6 @@ import torch
 from torch import nn
 
 from keyhole import ops
-from keyhole.model.forward.hooks import Patches
 from keyhole.model.forward.row_tiles import RowTiles
 from keyhole.model.recorder import signature_of, tensors_of
 from keyhole.model.structure.layout import FlatTensor
@@ -138,11 +137,8 @@ class LowRank(Protocol):
     def graph_key(self) -> tuple[Share | int | None, ...] | None:
         """Equal for passes whose factors are at the same addresses; None: the addresses change."""
 
-    def added_to(self, layer: nn.Module) -> Added | None:
-        """What the layer adds; None: nothing."""
-
-    def see(self, layer: nn.Module, x: torch.Tensor) -> None:
-        """Called with the input of each layer that adds factors."""
+    def added_to(self, layer: nn.Module, x: torch.Tensor) -> Added | None:
+        """What the layer adds to its product of x; None: nothing."""
 
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
         """A parameter with its factors merged; merged=False: a matrix as it is at home."""
@@ -154,57 +150,32 @@ class LowRank(Protocol):
         """Merges everything that was trained into the weights at home, because another method will train them."""
 
 
-class Trainers(Protocol):
-    """What trains the model."""
+def ask(model: Any, module: nn.Module, run: Forward) -> None:
+    """Replaces the module's forward by `run`, which is given the factors, while there are any and no gradients. Once
+    per model and module."""
+    model_of, ordinary = weakref.ref(model), module.forward
 
-    low_rank: LowRank | None
-
-
-class Factored(Protocol):
-    """The part of a model that this file needs. factored: ids of modules whose forward asks for factors."""
-
-    factored: set[int]
-    patches: Patches
-    tiles: dict[int, RowTiles]
-
-    @property
-    def methods(self) -> Trainers: ...
-
-
-class _Asks:
-    """Replaces a module's forward by `run`, which is given the factors, while there are any and no gradients. Once per
-    model and module."""
-
-    def __init__(self, model: Factored, module: nn.Module, run: Forward) -> None:
-        self.model: Callable[[], Factored | None] = weakref.ref(model)
-        self.ordinary, self.run = module.forward, run
-        if id(module) not in model.factored:
-            model.factored.add(id(module))
-            model.patches.forward(module, self.forward)
-
-    def forward(self, *args: object, **kwargs: object) -> Any:
-        owner = self.model()
+    def forward(*args: object, **kwargs: object) -> Any:
+        owner = model_of()
         if owner is None or owner.methods.low_rank is None or torch.is_grad_enabled():
-            return self.ordinary(*args, **kwargs)
-        return self.run(owner.methods.low_rank, self.ordinary, *args, **kwargs)
+            return ordinary(*args, **kwargs)
+        return run(owner.methods.low_rank, ordinary, *args, **kwargs)
+
+    if id(module) not in model.factored:
+        model.factored.add(id(module))
+        model.patches.forward(module, forward)
 
 
 # -- linear layers -----------------------------------------------------------------------------------------------------
 
 
-def install(model: Factored, layers: list[nn.Module]) -> None:
-    """Makes these linear layers add the model's factors."""
-    for layer in layers:
-        _Asks(model, layer, _with_factors(layer, model.tiles.get(id(layer))))
-
-
-def _with_factors(layer: nn.Module, tiles: RowTiles | None) -> Forward:
+def with_factors(layer: nn.Module, tiles: RowTiles | None) -> Forward:
+    """The forward of a linear layer that adds the model's factors."""
     layer_of = cast(Callable[[], nn.Module], weakref.ref(layer))
 
     def run(factors: LowRank, ordinary: Forward, x: torch.Tensor) -> torch.Tensor:
-        if (added := factors.added_to(layer_of())) is None:
+        if (added := factors.added_to(layer_of(), x)) is None:
             return ordinary(x)
-        factors.see(layer_of(), x)
         if (share := factors.running) is not None and share.count > 1:
             share.check(x)
         if torch.is_autocast_enabled(x.device.type):  # computed in the model's dtype, returned in that of the region
@@ -235,13 +206,8 @@ def product(x: torch.Tensor, layer: Any, added: Added, tiles: RowTiles | None = 
 # -- modules with vectors ----------------------------------------------------------------------------------------------
 
 
-def install_by_look(model: Factored, modules: list[nn.Module]) -> None:
-    """Makes these modules, which own vectors, use those of each look of a pass, one look after the other."""
-    for module in modules:
-        _Asks(model, module, _by_look(module))
-
-
-def _by_look(module: nn.Module) -> Forward:
+def by_look(module: nn.Module) -> Forward:
+    """The forward of a module that owns vectors: it uses those of each look of a pass, one look after the other."""
     module_of = cast(Callable[[], nn.Module], weakref.ref(module))
 
     def run(factors: LowRank, ordinary: Forward, *args: object, **kwargs: object) -> Any:
@@ -275,14 +241,10 @@ def _together(outputs: list[Any], share: Share) -> torch.Tensor:
 # -- blocks before the first trained weight ----------------------------------------------------------------------------
 
 
-def install_once(model: Factored, blocks: list[nn.Module]) -> None:
-    """Makes the blocks before the first trained weight run once for all looks."""
-    same: dict[tuple, bool] = {}  # by the shapes of arguments: whether their parts for the looks are the same
-    for block in blocks:
-        _Asks(model, block, _once(id(block), same))
+def once(block: int, same: dict[tuple, bool]) -> Forward:
+    """The forward of a block that runs once for all looks, if it is before the first trained weight. same: by the
+    shapes of arguments, whether their parts for the looks are the same."""
 
-
-def _once(block: int, same: dict[tuple, bool]) -> Forward:
     def run(factors: LowRank, ordinary: Forward, *args: object, **kwargs: object) -> Any:
         share = factors.running
         if share is None or share.count == 1:

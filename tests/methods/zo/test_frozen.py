@@ -73,11 +73,11 @@ def test_a_sample_moves_across_the_end_of_a_period() -> None:
     model = load(wire="int4")
     tensor = next(t for u in model.layout.of_kind("block") for t in u.tensors if len(t.shape) == 2)
     method = keyhole.ZO(model, **HOW)
-    before = method.factors.sample(tensor).clone()
+    before = method.directions.layers.sample(tensor).clone()
     for t in range(2):
         method.step(batch(seed=t))
     assert not method.factors.now[: method.factors.parts.a_numel].any()
-    assert not torch.equal(method.factors.sample(tensor), before)
+    assert not torch.equal(method.directions.layers.sample(tensor), before)
 
 
 def test_a_light_checkpoint_is_a_model_over_the_base_it_was_trained_on(

@@ -307,7 +307,7 @@ def test_the_plan_counts_kept_terms_to_the_end_of_the_run() -> None:
     method = keyhole.ZO(model, 1e-2, rank=2, refresh=1, fold=False)
     for t in range(9):
         method.step(batch(seed=t))
-    held = sum(a.nbytes + v.nbytes for a, v in method.factors.kept.rooms)
+    held = sum(a.nbytes + v.nbytes for a, v in method.factors.rooms)
     assert held == 2 * kept_terms(model.layout, own, 9) == 2 * kept_terms(model.layout, own, 16)
     assert factor_bytes(model.layout, own, 1, 2, 9) - factor_bytes(model.layout, own, 1, 2, 0) == held
 

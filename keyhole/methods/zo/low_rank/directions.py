@@ -22,8 +22,7 @@ import torch
 from keyhole.methods.base import Saved, State
 from keyhole.methods.zo.directions import AtLook, Dense
 from keyhole.methods.zo.estimators import Looks, Pair
-from keyhole.methods.zo.low_rank import merge, saved
-from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.factors import Factors, Fold
 from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.traits import ZOConfig
@@ -32,6 +31,8 @@ from keyhole.model.batch import Batch, repeated
 from keyhole.model.forward.low_rank import NotByRows, Share
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
+
+AT_ONCE = 2**30  # bytes of A of the periods that are folded in one visit of a unit, in a replay
 
 
 class LowRank(Dense):
@@ -44,9 +45,9 @@ class LowRank(Dense):
     def __init__(self, model: Model, update: Update, own: ZOConfig, pairs: int) -> None:
         super().__init__(model, update, own, pairs)
         self.factors = Factors(model, own, pairs)
-        update.flush_beside = partial(merge.bring_home, self.factors)
         self.guide = None if own.guide is None else Guide(self.factors, own.guide)
         self.layers = FactoredLayers(model, self.factors, self.guide)
+        update.flush_beside = self.layers.bring_home
         self.untouched = frozenset(self.factors.units)
 
     # -- a sweep ---------------------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ class LowRank(Dense):
         engine, awaited = self.model.engine, self.update.write_back.is_awaited(unit)
         w = engine.acquire(unit.index, changes=awaited)
         if awaited:
-            merge.arrive(self.factors, unit, w)
+            self.layers.arrive(unit, w)
             engine.commit(unit.index)
         return self.model.device_weights.in_compute_dtype(unit, w)
 
@@ -131,7 +132,7 @@ class LowRank(Dense):
 
     @property
     def version(self) -> int:
-        return self.factors.kept.version
+        return self.factors.version
 
     def prepare(self, batches: list[Batch]) -> None:
         if self.guide is not None and self.guide.is_due:
@@ -140,13 +141,27 @@ class LowRank(Dense):
 
     def updated(self, pending: Pending) -> None:
         if folds := self.factors.update(pending):
-            merge.bring_home(self.factors, folds)
+            self.layers.bring_home(folds)
 
     def owes(self, unit: Unit) -> bool:
         return self.factors.is_behind(unit) if unit.index in self.factors.units else super().owes(unit)
 
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
-        return saved.replay(self.factors, self.guide, self.update, updates)
+        """The run without its passes: A is updated step by step, and what the periods have learned is folded into unit
+        after unit, that of many periods in one visit. V of a guided run is read from its files."""
+        factors, update, arrive = self.factors, self.update, self.layers.arrive
+        group: list[tuple[Pending, float]] = []
+        folds: list[Fold] = []
+        for number, one in enumerate(updates, 1):
+            group.append(one)
+            if self.guide is not None and self.guide.is_due:
+                self.guide.read()
+            folds += factors.update(one[0])
+            if number == len(updates):
+                yield from update.replay(group, partial(arrive, folds=folds) if factors.folds else None)
+            elif len(folds) * max(1, 4 * factors.parts.a_numel) >= AT_ONCE:
+                list(update.replay(group, partial(arrive, folds=folds)))
+                group, folds = [], []
 
     def describe(self) -> list[str]:
         return self.layers.describe()
@@ -157,8 +172,8 @@ class LowRank(Dense):
         return (update.changed + factors.changed) / (update.trained_numel + factors.parts.numel)
 
     def state(self) -> State:
-        return saved.to_state(self.factors)
+        return self.factors.state()
 
     def load(self, state: Saved, steps: int) -> None:
-        saved.check_guide(self.factors, state, guided=self.guide is not None)
-        saved.from_state(self.factors, state, steps)
+        self.factors.check_guide(state)
+        self.factors.load(state, steps)

@@ -113,7 +113,7 @@ class Guide:
             v = ranks.from_leader(v.cpu).to(v.device)
         if self.directory is not None and ranks.is_leader:
             self._write(v)
-        factors.take_v(v, factors.period)
+        factors.take_v(v)
 
     def _find(self, batches: list[Batch]) -> torch.Tensor:
         factors, model = self.factors, self.factors.model
@@ -188,7 +188,7 @@ class Guide:
         for name, own in self._about(v).items():
             if about.get(name) != own:
                 raise UserError(f"zo.guide: {path} {wrong[name]}; {way_on}")
-        factors.take_v(v, factors.period)
+        factors.take_v(v)
 
 
 def tokens_per_pass(widest: int, element_bytes: int) -> int:

@@ -1,4 +1,5 @@
-"""The layers of a model, as far as they add low-rank factors to what they compute (model/forward/low_rank.py).
+"""The layers of a model, as far as they add low-rank factors to what they compute (model/forward/low_rank.py), and what
+they have learned, merged into the weights.
 
 The model holds this object while factors are trained beside its weights. Its layers ask it for the terms that they add:
 those of the running pass, which carries one or several looks of a step (`Share`), or of the unperturbed weights outside
@@ -7,21 +8,33 @@ of a step. What the factors are, and how they are trained, is in factors.py.
     a linear layer of a block         x W^T + (x V) A^T, with the A of each look for its rows
     another module with vectors       norms and other modules whose trained parameters differ by look: called with
                                       those of the look, or look by look
-    the model's own files             the factors are merged into a copy of the weights (merge.py)
+
+From the factors into the weights, W <- round(W + A V^T / sqrt(r)):
+
+    bring_home   what a period has learned, when it ends: every block crosses the link once more per period. With it
+                 the vectors beside the matrices, which a save takes from the factors otherwise
+    as_saved     a copy of the matrix with everything that was learned, also within the period, rounded once; the
+                 weights at home are not changed
+    settle       another method will train the weights: everything is merged into them
+
+The kernel is ops/lowrank/fold.py. Rounding bits are a function of (seed, step, element), so a tile of rows gives those
+of the whole matrix. Bytes in 16 bit: 2 read and 2 written per element, once per period.
 """
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 
+from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.zo.low_rank import merge
-from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.factors import Factors, Fold, Rows
 from keyhole.methods.zo.low_rank.guide import Guide
-from keyhole.methods.zo.low_rank.parts import Vector, vector_at
-from keyhole.model.forward.low_rank import Added, LowRank, Share, install, install_by_look, install_once
+from keyhole.methods.zo.low_rank.parts import Matrix, Vector, vector_at
+from keyhole.model.forward.low_rank import Added, LowRank, Share, ask, by_look, once, with_factors
 from keyhole.model.model import Model
-from keyhole.model.structure.layout import FlatTensor
+from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
 
 
@@ -48,11 +61,16 @@ class FactoredLayers(LowRank):
         owners = [m for m in others if id(m) in self.in_spine.keys() | self.by_owner.keys()]
         plain = not model.classifies and not model.head.transforms
         self.together = plain and not any(any(owner.children()) for owner in owners)
-        install(model, [m.layer for m in factors.parts.matrices])
+        for layer in [matrix.layer for matrix in factors.parts.matrices]:
+            ask(model, layer, with_factors(layer, model.tiles.get(id(layer))))
         self.trained_blocks = {id(b) for b in model.blocks if any(p.requires_grad for p in b.parameters())}
         if model.blocks and id(model.blocks[0]) not in self.trained_blocks:
-            install_once(model, model.blocks)
-        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner])
+            same: dict[tuple, bool] = {}
+            for block in model.blocks:
+                ask(model, block, once(id(block), same))
+        for owner in owners:
+            if self.together or id(owner) in self.by_owner:
+                ask(model, owner, by_look(owner))
         model.methods.low_rank = self
 
     def describe(self) -> list[str]:
@@ -73,8 +91,6 @@ class FactoredLayers(LowRank):
         passes = "one for all looks at a batch" if self.together else "one for each look at a batch"
         return [f"{what}, {learned}; {when}", f"passes: {passes}"]
 
-    # -- the looks of a step ---------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """UserError if the model does not use them any more."""
         if self.model.methods.low_rank is not self:
@@ -91,11 +107,12 @@ class FactoredLayers(LowRank):
         memory = (self.factors.looks, self.factors.v, self.spines)
         return self.running, *(tensor.data_ptr() for tensor in memory)
 
-    def added_to(self, layer: torch.nn.Module) -> Added | None:
-        """What the layer's product adds."""
+    def added_to(self, layer: torch.nn.Module, x: torch.Tensor) -> Added | None:
         index = self.by_layer.get(id(layer))
         if index is None:
             return None
+        if self.guide is not None and self.guide.inputs is not None:
+            self.guide.inputs.see(index, x)
         factors, share, bias = self.factors, self.running, None
         matrix = factors.parts.matrices[index]
         flat = factors.now[None] if share is None else factors.looks[share.first : share.first + share.count]  # [L, n]
@@ -106,13 +123,9 @@ class FactoredLayers(LowRank):
             bias = self.spines[share.first : share.first + share.count, begin : begin + matrix.outputs]
         elif (own := getattr(layer, "bias", None)) is not None:
             bias = own[None].expand(flat.shape[0], -1)
-        earlier = factors.kept.rooms[index] if factors.kept.periods else None
+        earlier = factors.rooms[index] if factors.kept else None
         b_LrO = flat[:, matrix.a].unflatten(1, (factors.rank, matrix.outputs))
         return Added(factors.rows(factors.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
-
-    def see(self, layer: torch.nn.Module, x: torch.Tensor) -> None:
-        if self.guide is not None and self.guide.inputs is not None:
-            self.guide.inputs.see(self.by_layer[id(layer)], x)
 
     def point(self, module: torch.nn.Module, look: int | None, several: bool) -> None:
         flat = self.factors.now if look is None else self.factors.looks[look]
@@ -123,13 +136,82 @@ class FactoredLayers(LowRank):
             for tensor in self.in_spine.get(id(module), ()):
                 tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
 
-    # -- beside the model's weights --------------------------------------------------------------------------------
+    # -- into the weights ------------------------------------------------------------------------------------------
+
+    def bring_home(self, folds: Sequence[Fold] = ()) -> None:
+        """Folds finished periods into the homes of all blocks; without any, updates those that a checkpoint waits
+        for."""
+        model, watch = self.model, self.model.engine.watch
+        waits = () if watch is None else [u for u in model.layout.of_kind("block") if watch.waits_for(u.index)]
+        units = model.layout.of_kind("block") if folds else waits
+        if not units:
+            return
+        with torch.no_grad(), model.rewriting_shared(), model.sweep("flush", experts=True):
+            for unit in units:
+                if unit.index not in model.homes.foreign:
+                    self.arrive(unit, model.engine.acquire(unit.index), folds)
+                    model.engine.commit(unit.index)
+                    model.engine.release(unit.index)
+
+    def arrive(self, unit: Unit, w: torch.Tensor, folds: Sequence[Fold] = ()) -> None:
+        """Folds periods into a unit that is on the device as at home, and updates its vectors."""
+        factors = self.factors
+        first, last = (0, None) if unit.rows is None else unit.rows
+        matrices, vectors = factors.parts.of(unit)
+        for fold in folds:
+            for matrix in matrices:
+                part = view(w, matrix.tensor, unit.start) if last is None else w[: (last - first) * matrix.inputs]
+                rows = factors.rows(fold.a, matrix.a), factors.rows(fold.v, matrix.v)
+                self._add(matrix, part.view(-1, matrix.tensor.shape[1]), rows, fold.step, first)
+        if w.dtype != PACKED:
+            for vector in vectors:
+                view(w, vector.tensor, unit.start).copy_(vector_at(factors.now, vector))
+
+    def _add(self, matrix: Matrix, w: torch.Tensor, rows: Rows, step: int, first_row: int = 0) -> None:
+        """W <- round(W + A V^T), or a tile of its rows."""
+        a, v = (x.to(w.device) for x in rows)
+        if not matrix.transposed:
+            a = a[:, first_row : first_row + w.shape[0]].contiguous()
+        left, right = (v, a) if matrix.transposed else (a, v)
+        begin, seed, rounding = matrix.tensor.start, self.factors.noise["seed"], self.factors.rounding
+        ops.fold_(w, left, right, offset=begin, first_row=first_row, seed=seed, step=step, rounding=rounding)
 
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
-        return merge.as_saved(self.factors, tensor, home, merged)
+        """A parameter with everything that was learned, rounded once; `home` itself if nothing is to be added.
+        merged=False: matrices as they are at home."""
+        parts = self.factors.parts
+        for vector in parts.vectors:
+            if vector.tensor is tensor:
+                return vector_at(self.factors.now, vector).to(home)
+        for index, matrix in enumerate(parts.matrices):
+            if matrix.tensor is tensor and merged and (rows := self.factors.learned(index)) is not None:
+                whole = home.to(self.factors.now.device, copy=True)  # on the CPU a large model would take minutes
+                self._add(matrix, whole, rows, self.factors.steps)
+                return whole.to(home.device)
+        return home
 
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
-        return self.factors.sample(tensor)
+        """What is currently learned of a tensor beside its home; None if it is trained at home."""
+        factors = self.factors
+        for vector in factors.parts.vectors:
+            if vector.tensor is tensor:
+                return factors.now[vector.at]
+        for matrix, (a_kO, _) in zip(factors.parts.matrices, factors.rooms, strict=True):
+            if matrix.tensor is tensor:
+                return factors.now[matrix.a] + a_kO.float().sum(0).repeat(factors.rank)
+        return None
 
+    @torch.no_grad()
     def settle(self) -> None:
-        merge.settle(self.factors)
+        """Merges everything that was learned into the weights at home, also within a period, and ends."""
+        model, parts = self.model, self.factors.parts
+        tensors = [m.tensor for m in parts.matrices] + [v.tensor for v in parts.vectors] if self.factors.steps else []
+        if any(map(model.homes.is_packed, tensors)):
+            raise UserError("zo.fold=false: weights that are packed are frozen; save the model and load that")
+        with model.rewriting_shared():
+            for tensor in tensors:
+                if not model.homes.is_foreign(tensor):
+                    home = model.home(tensor)
+                    home.copy_(self.as_saved(tensor, home))
+            model.engine.invalidate()
+        model.methods.low_rank = None
