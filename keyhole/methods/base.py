@@ -259,10 +259,6 @@ class Method:
         """Called before a step, for rates beside `lr` with a warm-up of their own: factor(warmup_ratio) is the share of
         the peak rate that the schedule has at this step."""
 
-    def news(self) -> list[str]:
-        """Decisions of the last step, for the user; each line is returned once."""
-        return []
-
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """Numbers of the last step for the log; device scalars are not read here."""
         return {}

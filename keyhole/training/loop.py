@@ -101,7 +101,6 @@ class Leader:
         record = QueuedStep(step, loss, run.rate, loader.epoch, count, where, run.method.metrics(), update)
         record.position = loader.position
         self.recorder.add(record)
-        self.display.lines(run.method.news())
 
     def after_step(self) -> None:
         self.run.ends = self.run.ends or self.evaluation.selection.out_of_time()

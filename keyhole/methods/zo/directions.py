@@ -92,7 +92,6 @@ class Dense:
                 nll = self._visit_head(hidden, looks)
             model.binding.bind_homes()
             self.update.apply_to_rest()
-            self.visit_rest()
         return nll
 
     def hidden(self, looks: Looks, steady: bool) -> list[torch.Tensor]:
@@ -106,17 +105,12 @@ class Dense:
                     branches.fork(pair, side)
                     for index in passes:
                         resume(index)
-                    if unit is None:
-                        branches.join()
                 if not apart:
                     branches.join()
             branches.join()
 
         streams = branches.of_passes([by_look for _, _, by_look in looks.visits])
         return self.model.lockstep(looks.passes, serve, self._rows(looks), steady, self.block_at_once, streams)
-
-    def visit_rest(self) -> None:
-        """At the end of a sweep: what units that no pass has visited lack beside updates."""
 
     def _arrive(self, unit: Unit | None, looks: Looks) -> Iterator[Iterable[Side]]:
         """Yields the sides of each pair; releases the unit's slot as early as possible."""
@@ -132,18 +126,12 @@ class Dense:
             yield zip(by_look, weights, self.spines[p].unbind(), strict=False)  # a pair may have one look
 
     def _rows(self, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Rows of the table for a pass: both looks of a pair are computed at once; the second waits for its pass."""
-        waiting: dict[int, torch.Tensor] = {}
-        pairs = {index: (pair, by_look) for _, pair, by_look in looks.visits for index in by_look[0]}
+        """Rows of the table for a pass."""
+        sides = {i: (pair, side) for _, pair, by_look in looks.visits for side, at in enumerate(by_look) for i in at}
 
         def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
-            if index in waiting:
-                return waiting.pop(index)
-            pair, by_look = pairs[index]
-            plus_MH, minus_MH = self.rows(self.model.table_rows(ids_M), ids_M, pair)
-            if len(by_look) == 2:
-                waiting[by_look[1][index - by_look[0].start]] = minus_MH
-            return plus_MH
+            pair, side = sides[index]
+            return self.rows(self.model.table_rows(ids_M), ids_M, pair)[side]
 
         return rows
 

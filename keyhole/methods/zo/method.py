@@ -88,7 +88,9 @@ class ZO(Method):
         the perturbed passes, on the device."""
         self.directions.step = self.step_count
         if callable(batch) and not isinstance(batch, Mapping):
-            losses = self._losses_of(batch)
+            self.model.apply_deferred()
+            self.directions.prepare([])
+            losses = losses_at_looks(batch, self.directions, self.estimator.pairs)
         else:
             losses = self._losses(self.model.checked(batch))
         self.projected, coefficients = self.estimator.estimate(losses)
@@ -101,28 +103,18 @@ class ZO(Method):
             self.update.flush()
         return losses.mean()
 
-    def _begin(self, batches: list[Batch]) -> None:
-        """Before a sweep."""
-        self.model.apply_deferred(before_step_of=self)
-        self.directions.prepare(batches)
-        if self.step_count == self.settings.fp8_steps and self.model.formats.codec is not None and not self.light:
-            warnings.warn(f"wire: {self.settings.refusal(self.step_count + 1)}", stacklevel=5)  # in a user's own loop
-        self.update.begin()
-
     def _losses(self, batches: list[Batch]) -> torch.Tensor:
         """The loss at every look, over the micro-batches of all ranks."""
         looks = look_at(self.model, self.estimator.pairs, batches, self.model.ranks)
-        self._begin(batches)
+        self.model.apply_deferred(before_step_of=self)
+        self.directions.prepare(batches)
+        if self.step_count == self.settings.fp8_steps and self.model.formats.codec is not None and not self.light:
+            warnings.warn(f"wire: {self.settings.refusal(self.step_count + 1)}", stacklevel=4)  # in a user's own loop
+        self.update.begin()
         parts = [batch.loss.total(x) for x, batch in zip(self.recorded.run(looks), looks.passes, strict=True)]
         own = torch.stack(parts) if parts else torch.zeros(0, device=self.model.device)
         sums = self.model.ranks.in_order(own, [looks.count] * looks.looks)
         return sums.view(looks.looks, -1).sum(dim=1) / max(1, looks.loss_count)
-
-    def _losses_of(self, closure: Closure) -> torch.Tensor:
-        """The same, for any loss."""
-        self.model.apply_deferred()
-        self.directions.prepare([])
-        return losses_at_looks(closure, self.directions, self.estimator.pairs)
 
     @property
     def factors(self) -> Factors | None:
@@ -171,10 +163,6 @@ class ZO(Method):
         rule = f"estimator: {own.estimator}, {drawn}, eps {own.eps:g}: {own.passes} forward passes per step"
         off = ["dropout of the model: off, since zo compares losses of the same function"] if drops else []
         return [rule, *self.directions.describe(), *off]
-
-    def news(self) -> list[str]:
-        """Layers without directions of their own."""
-        return [] if self.guide is None else self.guide.news()
 
     def _flush(self) -> None:
         self.update.flush()

@@ -68,8 +68,7 @@ class RecordedSteps:
         if self.version != self.directions.version:  # recordings read memory that is used no more
             self.version = self.directions.version
             recorder.forget()
-            recorder.seen.clear()
-        key = self._key(looks) if self._is_usual(looks) else None
+        key = self._key(looks)
         if key is None or not recorder.is_due(key) or not recorder.may_run(key):
             return self.directions.run(looks)
         if (recording := recorder.recordings.get(key)) is None:
@@ -81,19 +80,18 @@ class RecordedSteps:
         self.update.replayed(self.counted[key])
         return cast(list[torch.Tensor], nll)
 
-    def _is_usual(self, looks: Looks) -> bool:
-        """Whether every unit lacks exactly the last update, and no checkpoint, gate or timeline observes the step."""
+    def _key(self, looks: Looks) -> Hashable:
+        """Equal for steps that one graph can serve; None unless every unit lacks exactly the last update, and no
+        checkpoint, gate or timeline observes the step."""
         engine, layout = self.directions.model.engine, self.directions.model.layout
         if not self.possible or self.hooks.any() or not self.update.is_usual:
-            return False
+            return None
         if engine.watch is not None or engine.gate is not None or engine.timeline.enabled:
-            return False
+            return None
         tokens = max((batch.inputs["input_ids"].numel() for batch in looks.batches), default=0)
-        return 0 < tokens and is_short(layout, tokens, looks.looks, self.directions.looks_at_once)
-
-    def _key(self, looks: Looks) -> Hashable:
-        """Equal for steps that one graph can serve."""
-        addresses = tuple(home.data_ptr() for home in self.directions.model.engine.homes)
+        if tokens == 0 or not is_short(layout, tokens, looks.looks, self.directions.looks_at_once):
+            return None
+        addresses = tuple(home.data_ptr() for home in engine.homes)
         noise, eps = self.update.noise, self.directions.eps
         settings = noise.seed, noise.distribution, noise.rounding, self.update.weight_decay, eps
         shapes = tuple(signature_of(opened(batch)) for batch in looks.batches)

@@ -89,7 +89,6 @@ class Update:
         self.noise = ops.ZOStep(0, own.seed, cast(str, own.distribution), rounding=own.rounding)
         self.weight_decay, self.spared, self.elsewhere = own.weight_decay, spared, elsewhere
         self.codec = cast(Codec, model.formats.codec)  # read for packed units only, which have one
-        self.flush_beside: Callable[[], None] = lambda: None  # of what other code learns of `elsewhere`
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
         self.write_back = WriteBack(model, own.write_back_every if own.deferred_update else 1)
@@ -242,7 +241,6 @@ class Update:
             with self._rewriting():
                 self.apply_to_rest(everywhere=True)
             self._forget()
-        self.flush_beside()
 
     @contextmanager
     def _rewriting(self) -> Iterator[None]:

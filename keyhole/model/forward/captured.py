@@ -9,12 +9,8 @@ therefore launched on a stream of its own:
     stream 1                      +-- passes with - --+                        +-- ..
 
 A unit's copies are written before the fork and overwritten after the join. Several pairs of looks run beside each other
-if each has copies of its own, else one pair after the other. Before the first unit the looks run one after the other,
-because the embedded rows of a pair are computed in the pass of its first look.
-
-Memory that is freed is reused by the stream in which it was allocated, in the order in which the host launches. That is
-safe: between fork and join the host launches streams in ascending order, a stream may free what one before it allocated
-(its embedded rows) but not the other way round, and no stream allocates again before the join.
+if each has copies of its own, else one pair after the other. Memory that is freed is reused by the stream in which it
+was allocated: what a look allocates, it uses on its own stream.
 
 Where no token is hidden, Transformers gives blocks no mask, and attention is told to be causal. While a CUDA graph is
 captured, some versions make a mask nevertheless (5.17: always; 5.23: if the batch has one, whose numbers cannot be read

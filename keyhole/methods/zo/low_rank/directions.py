@@ -47,7 +47,6 @@ class LowRank(Dense):
         self.factors = Factors(model, own, pairs)
         self.guide = None if own.guide is None else Guide(self.factors, own.guide)
         self.layers = FactoredLayers(model, self.factors, self.guide)
-        update.flush_beside = self.layers.bring_home
         self.untouched = frozenset(self.factors.units)
 
     # -- a sweep ---------------------------------------------------------------------------------------------------
@@ -99,18 +98,8 @@ class LowRank(Dense):
 
     def _acquire(self, unit: Unit) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute. Release it afterwards."""
-        engine, awaited = self.model.engine, self.update.write_back.is_awaited(unit)
-        w = engine.acquire(unit.index, changes=awaited)
-        if awaited:
-            self.layers.arrive(unit, w)
-            engine.commit(unit.index)
+        w = self.model.engine.acquire(unit.index, changes=False)
         return self.model.device_weights.in_compute_dtype(unit, w)
-
-    def visit_rest(self) -> None:
-        for unit in self.model.layout.of_kind("block"):
-            if self.update.write_back.is_awaited(unit):
-                self._acquire(unit)
-                self.model.engine.release(unit.index)
 
     # -- one look --------------------------------------------------------------------------------------------------
 
@@ -141,10 +130,10 @@ class LowRank(Dense):
 
     def updated(self, pending: Pending) -> None:
         if folds := self.factors.update(pending):
-            self.layers.bring_home(folds)
+            self.layers.fold(folds)
 
     def owes(self, unit: Unit) -> bool:
-        return self.factors.is_behind(unit) if unit.index in self.factors.units else super().owes(unit)
+        return unit.index not in self.factors.units and super().owes(unit)
 
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
         """The run without its passes: A is updated step by step, and what the periods have learned is folded into unit

@@ -48,7 +48,7 @@ from keyhole.methods.zo.low_rank.parts import Parts, find_parts, vector_at
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending
 from keyhole.model.model import Model
-from keyhole.model.structure.layout import ALIGN, Unit
+from keyhole.model.structure.layout import ALIGN
 from keyhole.model.weights.format import PACKED
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # a [K, O], v [K, I]
@@ -148,10 +148,6 @@ class Factors:
             self.rooms[i][1][begin:end] = self.rows(v, matrix.v)
 
     # -- weights at home -------------------------------------------------------------------------------------------
-
-    def is_behind(self, unit: Unit) -> bool:
-        """Whether the unit's home lacks the current values of vectors."""
-        return self.steps > 0 and bool(self.parts.of(unit)[1])
 
     def learned(self, index: int) -> Rows | None:
         """All terms of a matrix that its home lacks, oldest first, in float32 on the device; None if it lacks none."""

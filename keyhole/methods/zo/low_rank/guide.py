@@ -56,7 +56,7 @@ from safetensors.torch import save
 
 from keyhole import ops
 from keyhole.disk.files import make_directories, replacing
-from keyhole.errors import UserError
+from keyhole.errors import UserError, warn
 from keyhole.methods.zo.estimators import send_options
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.parts import ALIGN
@@ -84,7 +84,6 @@ class Guide:
         self.run: str | None = None
         self.ahead: list[Batch] = []
         self.inputs: Inputs | None = None  # during the passes
-        self.lines: list[str] = []
         self.random: int | None = None  # number of layers that kept their random V, in the last period
 
     @property
@@ -133,17 +132,12 @@ class Guide:
         )
         random = len(parts.matrices) - solved
         if random and random != self.random:
-            self.lines.append(
+            warn(
                 f"zo.guide: V of {random} of {len(parts.matrices)} layers is random in this period: their inputs are "
                 "not the tokens of a batch, each once"
             )
         self.random = random
         return v
-
-    def news(self) -> list[str]:
-        """Lines for the user; each is returned once."""
-        told, self.lines = self.lines, []
-        return told
 
     # -- files beside a journal ------------------------------------------------------------------------------------
 
@@ -222,13 +216,13 @@ def _errors(
             grads = head.hidden_grads()
         finally:
             model.binding.bind_homes()
-    return [_summed(d, place_N, len(at)) for d, (at, place_N) in zip(grads, positions, strict=True)]
-
-
-def _summed(d_NH: torch.Tensor, place_N: torch.Tensor, count: int) -> torch.Tensor:
-    """The errors of each of `count` positions: candidates of one token behind the same prompt share theirs, and their
-    errors are opposite. A product with zeros and ones, since index_add_ has no fixed order on a GPU."""
-    return d_NH if count == len(d_NH) else torch.nn.functional.one_hot(place_N, count).float().t() @ d_NH
+    summed = []
+    for d_NH, (at, place_N) in zip(grads, positions, strict=True):
+        if len(at) < len(d_NH):  # candidates of one token behind the same prompt share a position, with opposite errors
+            one_hot = torch.nn.functional.one_hot(place_N, len(at))
+            d_NH = one_hot.float().t() @ d_NH  # a product, since index_add_ has no fixed order on a GPU
+        summed.append(d_NH)
+    return summed
 
 
 def principal_errors(d_NH: torch.Tensor, start_Nr: torch.Tensor) -> torch.Tensor:

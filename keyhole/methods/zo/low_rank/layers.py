@@ -11,7 +11,7 @@ of a step. What the factors are, and how they are trained, is in factors.py.
 
 From the factors into the weights, W <- round(W + A V^T / sqrt(r)):
 
-    bring_home   what a period has learned, when it ends: every block crosses the link once more per period. With it
+    fold         what a period has learned, when it ends: every block crosses the link once more per period. With it
                  the vectors beside the matrices, which a save takes from the factors otherwise
     as_saved     a copy of the matrix with everything that was learned, also within the period, rounded once; the
                  weights at home are not changed
@@ -22,7 +22,6 @@ of the whole matrix. Bytes in 16 bit: 2 read and 2 written per element, once per
 """
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 
@@ -34,7 +33,6 @@ from keyhole.methods.zo.low_rank.parts import Matrix, Vector, vector_at
 from keyhole.model.forward.low_rank import Added, LowRank, Share, ask, by_look, once, with_factors
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
-from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
 
 
@@ -138,22 +136,17 @@ class FactoredLayers(LowRank):
 
     # -- into the weights ------------------------------------------------------------------------------------------
 
-    def bring_home(self, folds: Sequence[Fold] = ()) -> None:
-        """Folds finished periods into the homes of all blocks; without any, updates those that a checkpoint waits
-        for."""
-        model, watch = self.model, self.model.engine.watch
-        waits = () if watch is None else [u for u in model.layout.of_kind("block") if watch.waits_for(u.index)]
-        units = model.layout.of_kind("block") if folds else waits
-        if not units:
-            return
+    def fold(self, folds: list[Fold]) -> None:
+        """Folds finished periods into the homes of all blocks."""
+        model = self.model
         with torch.no_grad(), model.rewriting_shared(), model.sweep("flush", experts=True):
-            for unit in units:
+            for unit in model.layout.of_kind("block"):
                 if unit.index not in model.homes.foreign:
                     self.arrive(unit, model.engine.acquire(unit.index), folds)
                     model.engine.commit(unit.index)
                     model.engine.release(unit.index)
 
-    def arrive(self, unit: Unit, w: torch.Tensor, folds: Sequence[Fold] = ()) -> None:
+    def arrive(self, unit: Unit, w: torch.Tensor, folds: list[Fold]) -> None:
         """Folds periods into a unit that is on the device as at home, and updates its vectors."""
         factors = self.factors
         first, last = (0, None) if unit.rows is None else unit.rows
@@ -163,9 +156,8 @@ class FactoredLayers(LowRank):
                 part = view(w, matrix.tensor, unit.start) if last is None else w[: (last - first) * matrix.inputs]
                 rows = factors.rows(fold.a, matrix.a), factors.rows(fold.v, matrix.v)
                 self._add(matrix, part.view(-1, matrix.tensor.shape[1]), rows, fold.step, first)
-        if w.dtype != PACKED:
-            for vector in vectors:
-                view(w, vector.tensor, unit.start).copy_(vector_at(factors.now, vector))
+        for vector in vectors:
+            view(w, vector.tensor, unit.start).copy_(vector_at(factors.now, vector))
 
     def _add(self, matrix: Matrix, w: torch.Tensor, rows: Rows, step: int, first_row: int = 0) -> None:
         """W <- round(W + A V^T), or a tile of its rows."""

@@ -111,7 +111,10 @@ def find_parts(model: Model | Skeleton, rank: int) -> Parts:
     layout, tensors = model.layout, _trained(model.layout)
     in_spine = {id(t.param): t for t in layout.spine.tensors}
     layers = {id(layer.weight): layer for layer in called_layers(model.blocks)}
-    shapes = {i: _sides(layers[i], tensor) for i, tensor in tensors.items() if i in layers}
+    shapes = {}
+    for i, (rows, columns) in {i: tensor.shape for i, tensor in tensors.items() if i in layers}.items():
+        transposed = isinstance(layers[i], Conv1D)  # it is stored as [inputs, outputs]
+        shapes[i] = (rows, columns, True) if transposed else (columns, rows, False)
     a_numel = rank * sum(outputs for _, outputs, _ in shapes.values())
     places, end = {}, a_numel
     for i, tensor in tensors.items():
@@ -130,12 +133,6 @@ def find_parts(model: Model | Skeleton, rank: int) -> Parts:
     vectors = [Vector(tensors[i], *owners[i], at) for i, at in places.items()]
     start = -(-layout.numel // ALIGN) * ALIGN
     return Parts(rank, matrices, vectors, a_numel, end, v_end, start, start + -(-end // ALIGN) * ALIGN)
-
-
-def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:
-    """(inputs, outputs, whether the matrix is stored as [inputs, outputs])."""
-    transposed, (rows, columns) = isinstance(layer, Conv1D), tensor.shape  # the parameter of a packed unit is empty
-    return (rows, columns, True) if transposed else (columns, rows, False)
 
 
 def _check(
