@@ -74,7 +74,7 @@ def load(
     cannot use it). wire: the format in which weights are stored and moved (fp32, bf16, fp16, fp8, or frozen: int8,
     int4, nf4; default: dtype).
     tf32: float32 products may use TF32, in the whole process, while the model exists (docs/process.md).
-    graphs: small blocks may run as CUDA graphs (model/forward/graphs.py); reverse_graphs: also in first-order steps
+    graphs: small blocks may run as CUDA graphs (model/forward/blocks.py); reverse_graphs: also in first-order steps
     (model/backward/recorded.py).
     freeze: parameters that are not trained: "embeddings", modules, names with * (model/structure/freeze.py).
     expert_units=False: large stacks of experts are computed and moved whole (docs/methods.md).

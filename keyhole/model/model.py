@@ -13,9 +13,8 @@
     row_rules     which rows may be computed together (model/row_rules.py)
 
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
-*conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
-(model/forward/lockstep.py), or a `Generation` (model/forward/evaluation.py), which loads each unit when its one pass
-enters it. Without one a resident model behaves like any PyTorch module. B rows, T positions, M tokens, H width.
+*conductor* decides what a parameter points to: the lockstep of one or several passes (model/forward/lockstep.py).
+Without one a resident model behaves like any PyTorch module. B rows, T positions, M tokens, H width.
 """
 
 import weakref
@@ -35,12 +34,11 @@ from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward.binding import Binding, DeviceWeights
-from keyhole.model.forward.experts import compute_by_expert
-from keyhole.model.forward.graphs import BlockGraphs
+from keyhole.model.forward.blocks import BlockGraphs
 from keyhole.model.forward.head import Head
-from keyhole.model.forward.hooks import Conductor, Patches, install_hooks
-from keyhole.model.forward.lockstep import Lockstep, Serve
-from keyhole.model.forward.row_tiles import compute_in_tiles
+from keyhole.model.forward.hooks import Patches, install_hooks
+from keyhole.model.forward.lockstep import Lockstep, Serve, T
+from keyhole.model.forward.pieces import compute_in_pieces
 from keyhole.model.row_rules import RowRules
 from keyhole.model.spare_memory import Placed
 from keyhole.model.structure.find import find_blocks
@@ -95,7 +93,7 @@ class Model:
         self.classifies = is_classifier(module.config)
         self.head: Any = ClassificationHead(module) if self.classifies else Head(module)
         self.embedding: nn.Embedding = module.get_input_embeddings()
-        self.conductor: Conductor | None = None
+        self.conductor: Lockstep | None = None
         self.visits: dict[str, list[int]] = {}  # by a sweep's name: its units, in the order in which they were used
         self.expert_gradients: Any = None  # set during a backward pass: differentiates experts (backward/experts.py)
         self.factored: set[int] = set()  # ids of modules whose forward asks for them
@@ -119,8 +117,7 @@ class Model:
             if unit.expert is not None:
                 self._stack_pages.setdefault(unit.tensors[0].name, set()).add(unit.index)
         install_hooks(self)
-        self.tiles = compute_in_tiles(self)
-        compute_by_expert(self)
+        self.tiles = compute_in_pieces(self)
         is_recordable = layout.block_count and not layout.has_cut_blocks and not layout.experts
         if graphs and self.device.type == "cuda" and is_recordable:
             self.graphs = BlockGraphs(self, self.blocks)
@@ -171,16 +168,15 @@ class Model:
         classifier its logits, [B, L]."""
         return self.head.states(batch)
 
-    @contextmanager
-    def conducted_by(self, conductor: Conductor) -> Iterator[None]:
-        """A context in which the conductor decides what the module's parameters point to."""
+    def conduct(self, runs: list[Callable[[], T]], serve: Serve, rows: Rows) -> list[T]:
+        """Runs passes that advance together; they decide what the module's parameters point to."""
         self.check_idle()
         padding_idx, self.embedding.padding_idx = self.embedding.padding_idx, None
-        self.conductor, self.methods.in_pass = conductor, True
+        self.conductor, self.methods.in_pass, self._lockstep.rows = self._lockstep, True, rows
         try:
-            yield
+            return self._lockstep.run(runs, serve)
         finally:
-            self.conductor, self.methods.in_pass = None, False
+            self.conductor, self.methods.in_pass, self._lockstep.rows = None, False, None
             self.embedding.padding_idx = padding_idx
             self.embedding._parameters["weight"] = self.layout.table.param
             self.binding.bind_homes()
@@ -225,13 +221,12 @@ class Model:
         block_at_once: a pass waits for all units of a block before it enters the block. streams: of single passes, in
         place of the current one; `serve` forks and joins them (forward/captured.py)."""
         passes = self._lockstep
-        with self.conducted_by(passes):
-            passes.streams = streams or {}
-            passes.rows, passes.steady, passes.block_at_once = rows, steady and self.engine.reuse_slots, block_at_once
-            try:
-                return passes.run([partial(self.hidden, b) for b in batches], serve)
-            finally:
-                passes.rows = None
+        passes.steady, passes.block_at_once = steady and self.engine.reuse_slots, block_at_once
+        passes.streams = streams or {}
+        try:
+            return self.conduct([partial(self.hidden, b) for b in batches], serve, rows)
+        finally:
+            passes.steady, passes.block_at_once, passes.streams = False, False, {}
 
     def expect(self, units: list[Unit]) -> None:
         """Tells the engine which units of a stack of experts the sweep visits next: the router has chosen."""

@@ -110,7 +110,7 @@ class TorchMethod(ByTorch):
 def _checkpoint_blocks(module: torch.nn.Module) -> Iterator[None]:
     """Activation checkpointing: a block is recomputed with its graph in the backward pass."""
     blocks = find_blocks(module)
-    before = [block.__dict__.get("forward") for block in blocks]  # forwards set by graphs.py, for other methods
+    before = [block.__dict__.get("forward") for block in blocks]  # forwards set by blocks.py, for other methods
     for block in blocks:
         block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
     try:

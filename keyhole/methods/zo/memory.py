@@ -35,7 +35,7 @@ from keyhole.methods.zo.low_rank.parts import factor_sides
 from keyhole.methods.zo.recorded_step import ROOM, SHARE, is_short
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.write_back import EVERY, START
-from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
+from keyhole.model.forward.blocks import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import (
     ALLOCATOR_SLACK,
     ForwardBytes,

@@ -45,7 +45,7 @@ from keyhole.methods.zo.traits import ZO as ROW
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
-from keyhole.model.forward.compile import compile_forward
+from keyhole.model.forward.blocks import compile_forward
 from keyhole.model.structure.layout import Unit
 
 

@@ -1,7 +1,7 @@
 """One launch per step: the passes of a step over a resident model, captured as one CUDA graph.
 
 On short batches a step of zo is some thousands of small kernels, and the host, which launches them from Python block by
-block, is the bottleneck: with graphs of single blocks (model/forward/graphs.py) it still launches the perturbations,
+block, is the bottleneck: with graphs of single blocks (model/forward/blocks.py) it still launches the perturbations,
 switches between the passes, and makes a copy per block. If every weight is resident, steps on batches of the same shape
 do the same work at the same addresses. So the whole step, from the first perturbation to the losses, is recorded once
 per shape (model/recorder.py) and replayed from then on. What differs from step to step is in static memory:
@@ -31,8 +31,8 @@ from keyhole.methods.zo.directions import Copies, Dense
 from keyhole.methods.zo.estimators import Looks
 from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
+from keyhole.model.forward.blocks import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.captured import Branches, is_plain, left_out, noted
-from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import activation_bytes, launched_as_graphs
 from keyhole.model.recorder import Recorder, Recording, UsersHooks, signature_of, tensors_of, with_tensors
 from keyhole.model.spare_memory import SpareMemory

@@ -15,7 +15,7 @@ the GPU waits for the link. So by default we measure which share of a step it wa
     less than STOP, CALM times in a row      every step again
 
 (A step in which the host was slow, for example because a kernel was compiled, has a small share too; hence CALM.)
-An expert without tokens in a step (model/forward/experts.py) has no part in the losses, but has one in the update:
+An expert without tokens in a step (model/forward/pieces.py) has no part in the losses, but has one in the update:
 MeZO's update is of all weights. It need not be loaded for that: it is owed the update like any unit that is not written
 back, and gets it when it is next used, or when it is owed UNMET of them. (An update of a unit on the GPU takes a
 twentieth to a fiftieth of the time that the unit takes over the link, up and down.)

@@ -7,7 +7,7 @@ A block may get objects that all blocks share, in which it leaves tensors for la
     another object    tensors in its attributes would pass the cut between two blocks unseen, and lose their gradients;
                       a block that leaves some there is refused
 
-The gain of torch.compile is explained in model/forward/compile.py. The compiled function is
+The gain of torch.compile is explained in model/forward/blocks.py. The compiled function is
 
     checkpoint(block.forward)
 
@@ -40,7 +40,7 @@ from keyhole.errors import UserError
 from keyhole.machine.settings import Changes, compiler
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.backward.recompute import linears_offer
-from keyhole.model.forward.compile import prepare_compiling
+from keyhole.model.forward.blocks import prepare_compiling
 
 Values = list[Any]
 Result = tuple[Any, list[dict[Any, Any]]]  # What a block returns, and what it writes into each of its mappings.

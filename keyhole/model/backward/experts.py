@@ -31,7 +31,7 @@ from torch import nn
 from keyhole.model.backward.recompute import Run
 from keyhole.model.backward.sink import HandOver
 from keyhole.model.forward.binding import rows_view
-from keyhole.model.forward.experts import Routed, activated, add_expert, no_sum, product
+from keyhole.model.forward.pieces import Routed, activated, add_expert, no_sum, product
 from keyhole.model.model import Model
 from keyhole.model.structure.find import Experts
 from keyhole.model.structure.layout import FlatTensor, Unit

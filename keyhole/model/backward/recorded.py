@@ -41,7 +41,7 @@ from keyhole.model.backward.memory import COPIES, FREE_SHARE, block_bytes, recor
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.sink import NOTHING, HandOver, RecordableSink, Sink, UnitGradients
 from keyhole.model.backward.tape import KeptInputs, RunAgain
-from keyhole.model.forward.graphs import SMALL_FLOP
+from keyhole.model.forward.blocks import SMALL_FLOP
 from keyhole.model.model import Model
 from keyhole.model.recorder import OTHER_BITS, Pool, Recorder, Recording, UsersHooks, copied, signature_of, tensors_of
 from keyhole.model.spare_memory import SpareMemory

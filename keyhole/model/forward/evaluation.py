@@ -4,15 +4,13 @@ All batches of a call run in lockstep (lockstep.py), so each unit crosses the li
 of the output matrix are visited once, after the last block. Per pass only the hidden states at trained positions and
 three numbers per trained token are kept (ops/loss.py), never the logits of the whole vocabulary.
 
-Transformers' generation is a loop that calls the model once per token. There is no second pass for a lockstep: each
-unit is loaded when the pass enters it, on the caller's own thread, and the unit before it is released. The head is
-computed chunk by chunk. Per token the model crosses the link once, for all rows of the batch. The logits of all
+Transformers' generation is a loop that calls the model once per token: one pass, which meets every unit once per token,
+the chunks of the head too. Per token the model crosses the link once, for all rows of the batch. The logits of all
 positions (`logits`) are one such call.
 Legend: B rows, L labels, M tokens looked up, N trained tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +18,7 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.model.batch import Batch, DeviceBatch, check_tokens
+from keyhole.model.forward.hooks import replaced_forwards
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningChoice, RunningNLL
 
@@ -97,69 +96,37 @@ def after_the_head(
     return running
 
 
-class Generation:
-    """The conductor of one pass on the caller's thread, and that pass itself: units are loaded as they are entered. A
-    context, used within a sweep."""
-
-    index = 0
-    block_at_once = steady = False
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.unit: Unit | None = None
-        self.spine = model.device_weights.acquire(model.layout.spine)
-
-    @property
-    def current(self) -> "Generation":
-        return self
-
-    def __enter__(self) -> "Generation":
-        self.model.head.linear.forward = self._head
-        self.model.binding.bind(None, None, self.spine)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        del self.model.head.linear.forward
-        self._release()
-
-    def _release(self) -> None:
-        if self.unit is not None:
-            self.model.engine.release(self.unit.index)
-            self.unit = None
-
-    def meet(self, unit: Unit) -> None:
-        self._release()
-        weights = self.model.device_weights.acquire(unit)
-        self.unit = unit  # only after success: if loading failed, nothing is held, and the error must be seen
-        self.model.binding.bind(unit, weights, self.spine)
-
-    def will_meet(self, units: list[Unit]) -> None:
-        self.model.expect(units)
-
-    def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
-        return self.model.table_rows(ids_M).to(self.model.dtype)
-
-    def _head(self, x: torch.Tensor) -> torch.Tensor:
-        self._release()
-        parts = []
-        for unit in self.model.layout.head_units:
-            self.model.binding.bind_head(unit, self.model.device_weights.acquire(unit), self.spine)
-            parts.append(nn.functional.linear(x, self.model.head.linear.weight, self.model.head.linear.bias))
-            self.model.engine.release(unit.index)
-        return torch.cat(parts, dim=-1)
-
-
-@contextmanager
-def usable(model: Any, what: str) -> Iterator[None]:
-    """A context in which the module may be called: with all of its weights at home, or as one pass that loads units."""
+def alone(model: Any, what: str, call: Callable[[], T]) -> T:
+    """call(), which uses the module: with all of its weights at home, or as the one pass of a lockstep that meets the
+    chunks of the head too."""
     model.check_idle()
     model.apply_deferred()
     if model.device_weights.is_plain:
         model.engine.wait_for_homes()  # a method may still be updating them
-        yield
-        return
-    with model.sweep(what), Generation(model) as conductor, model.conducted_by(conductor):
-        yield
+        return call()
+
+    def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
+        weights = model.device_weights.acquire(unit) if unit else None
+        if unit is None or unit.kind == "block":
+            model.binding.bind(unit, weights, spine)
+        else:
+            model.binding.bind_head(unit, weights, spine)
+        resume(0)
+        if unit:
+            model.engine.release(unit.index)
+
+    def head(x: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for unit in model.layout.head_units:
+            model.conductor.current.meet(unit)
+            parts.append(nn.functional.linear(x, linear.weight, linear.bias))
+        return torch.cat(parts, dim=-1)
+
+    linear = model.head.linear
+    with model.sweep(what), replaced_forwards([linear], [head]):
+        spine = model.device_weights.acquire(model.layout.spine)
+        found: list[T] = model.conduct([call], serve, lambda i, ids_M: model.table_rows(ids_M).to(model.dtype))
+        return found[0]
 
 
 def logits(model: Any, batch: Batch) -> torch.Tensor:
@@ -168,8 +135,8 @@ def logits(model: Any, batch: Batch) -> torch.Tensor:
         raise UserError(f"batch: found a {type(batch).__name__}, expected a dict of tensors with input_ids")
     check_ids(model, batch.get("input_ids"))
     sent = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
-    with usable(model, "logits"):
-        return model.module(**sent, use_cache=False).logits
+    found: torch.Tensor = alone(model, "logits", lambda: model.module(**sent, use_cache=False).logits)
+    return found
 
 
 def generate(
@@ -181,8 +148,8 @@ def generate(
     check_ids(model, input_ids)
     input_ids = input_ids.to(model.device)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(model.device)
-    with usable(model, "generate"):
-        return model.module.generate(input_ids=input_ids, attention_mask=mask, **options)
+    options = {"input_ids": input_ids, "attention_mask": mask} | options
+    return alone(model, "generate", lambda: model.module.generate(**options))
 
 
 def check_ids(model: Any, input_ids: object) -> None:

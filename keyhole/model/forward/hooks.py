@@ -29,19 +29,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from keyhole.model.forward.evaluation import Generation
 from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import Unit
-
-Conductor = Lockstep | Generation  # Decides what parameters point to while passes run, of several passes or of one.
 
 
 def install_hooks(model: Any) -> None:
     """Installs hooks on every module that needs a unit to be bound, every block, and the input embedding."""
     model_of = weakref.ref(model)
 
-    def conductor_of() -> Conductor | None:
+    def conductor_of() -> Lockstep | None:
         owner = model_of()
         return None if owner is None else owner.conductor
 

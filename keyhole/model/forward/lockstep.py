@@ -12,7 +12,7 @@ always the same; an error, or Ctrl-C, in a pass is raised by the switch that res
     conductor:  serve(unit, resume)  ->  prepare weights, resume(pass) for each, ...
     pass i:                              ... runs through the unit, meets the next one, switches back
 
-Passes differ in the experts that they need (forward/experts.py). Each requests its own in ascending order. The lowest
+Passes differ in the experts that they need (pieces.py). Each requests its own in ascending order. The lowest
 expert that any pass waits for is served first, and other units only when no pass waits for an expert, so each expert is
 served once.
 
@@ -56,14 +56,6 @@ class Pass:
         """Announces the expert units that the pass will need next."""
         self.ahead = units
 
-    def resume(self) -> None:
-        """Called by the conductor: returns when the pass meets its next unit, or has ended."""
-        grad = torch.is_grad_enabled()
-        try:
-            self.result = self.stack.switch()
-        finally:
-            torch.set_grad_enabled(grad)
-
 
 class Lockstep:
     """Runs passes in lockstep; `current` is the pass that runs."""
@@ -82,7 +74,8 @@ class Lockstep:
         passes = [Pass(i, greenlet(run)) for i, run in enumerate(runs)]
         try:
             while waiting := [one for one in passes if not one.stack.dead]:
-                self._serve(self._next(waiting), waiting, serve)
+                unit = self._next(waiting)
+                self._serve(unit, {one.index: one for one in waiting if one.unit is unit}, serve)
             return [one.result for one in passes]
         finally:
             for one in passes:  # after an error: unwinds those that wait
@@ -101,16 +94,15 @@ class Lockstep:
                 one.ahead = []
         return min(inside, key=_place)
 
-    def _serve(self, unit: Unit | None, waiting: list[Pass], serve: Serve) -> None:
-        here = {one.index: one for one in waiting if one.unit is unit}
-
+    def _serve(self, unit: Unit | None, here: dict[int, Pass], serve: Serve) -> None:
         def resume(i: int) -> None:
             if i in here:
-                self.current = here.pop(i)
+                self.current, grad = here.pop(i), torch.is_grad_enabled()
                 try:
                     with torch.cuda.stream(self.streams.get(i)):  # nothing for None
-                        self.current.resume()
+                        self.current.result = self.current.stack.switch()  # until it meets its next unit, or has ended
                 finally:
+                    torch.set_grad_enabled(grad)
                     self.current = None
 
         serve(unit, resume)

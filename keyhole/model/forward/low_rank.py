@@ -6,7 +6,7 @@ A *look* is one perturbed version of the weights, at which a zeroth-order step e
 low-rank factors (methods/zo/low_rank/) sets them as `methods.low_rank` of the model. Each layer then asks this object
 what to add, in every pass: of a step, an evaluation or a generation. Without factors, and with gradients, the layer's
 previous forward is called. x W^T is the model's own product, with the weights that are currently bound: a slot, a home,
-a tile of rows (row_tiles.py).
+a tile of rows (pieces.py).
 
 Other modules use their parameters directly, and one pass carries the rows of several looks. So a module with vectors
 (a norm, learned positions) is called once per look, with the rows and the parameters of that look, and the results are
@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from keyhole import ops
-from keyhole.model.forward.row_tiles import RowTiles
+from keyhole.model.forward.pieces import RowTiles
 from keyhole.model.recorder import signature_of, tensors_of
 from keyhole.model.structure.layout import FlatTensor
 

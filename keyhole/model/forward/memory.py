@@ -22,7 +22,7 @@ measured peak is printed beside them after a few steps.
 
 from dataclasses import dataclass
 
-from keyhole.model.forward.graphs import SMALL_FLOP
+from keyhole.model.forward.blocks import SMALL_FLOP
 from keyhole.model.forward.head import HEAD_TOKENS
 from keyhole.model.structure.layout import CHUNK_ROWS, Layout
 from keyhole.model.weights.format import Wire
@@ -70,7 +70,7 @@ def recorded_numel(tokens: int, passes: int, hidden: int, wide: int) -> int:
 
 
 def launched_as_graphs(layout: Layout, tokens: int, limit_flop: float = SMALL_FLOP) -> bool:
-    """Whether blocks are whole and small enough (model/forward/graphs.py), with no router that the host reads."""
+    """Whether blocks are whole and small enough (model/forward/blocks.py), with no router that the host reads."""
     small = 2 * layout.largest_block_unit * tokens <= limit_flop
     return small and len(layout.of_kind("block")) == layout.block_count > 0 and not layout.experts
 

@@ -14,7 +14,7 @@ describes its computation in attributes:
     is_transposed    a matrix of a stack is [inputs, outputs], not [outputs, inputs]
 
 A stack is one tensor of its checkpoint, but tokens use single experts, and only those must be on the device. So if the
-stacks are large, every expert is computed, moved and updated as a matrix of its own (model/forward/experts.py). This
+stacks are large, every expert is computed, moved and updated as a matrix of its own (model/forward/pieces.py). This
 depends only on the architecture, never on where weights live, so that the bits do not either. Transformers' own code
 computes stacks of at most STACK_NUMEL elements, modules with a norm of their own behind each expert, and mixtures that
 are built in another way (Llama 4, DBRX, JetMoE).

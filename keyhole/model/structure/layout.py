@@ -14,7 +14,7 @@ So the layout must depend only on the architecture, not on the device, the budge
 
 Blocks are found by their structure (find.py). If one block is too large a transfer for the budget, it is cut further,
 into runs of consecutive leaf modules; that changes where units begin and end, never an element's index. A very large
-matrix of a linear layer may be cut by rows (model/forward/row_tiles.py computes with it); the bias of such a layer,
+matrix of a linear layer may be cut by rows (model/forward/pieces.py computes with it); the bias of such a layer,
 which all of its rows need, belongs to the spine. Large stacks of experts are cut into experts (find.py), and their
 biases belong to the spine too: a pass holds the matrix of one expert at a time.
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import keyhole
 from keyhole.model import recorder
-from keyhole.model.forward.graphs import BlockGraphs
+from keyhole.model.forward.blocks import BlockGraphs
 from keyhole.model.recorder import UsersHooks, signature_of
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.find import find_blocks
