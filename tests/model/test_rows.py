@@ -292,5 +292,5 @@ def test_the_test_leaves_an_update_that_waits() -> None:
     model = load()
     zo = ZO(model, lr=1e-3, eps=1e-3)
     zo.step(batch())
-    before = zo.pending
-    assert before is not None and is_causal(model, padded=False) and zo.pending is before
+    before = zo.update.pending
+    assert before is not None and is_causal(model, padded=False) and zo.update.pending is before

@@ -25,6 +25,7 @@ than a step's.
 
 import math
 from dataclasses import replace
+from typing import cast
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.work import forward_bytes, forward_work, home_bytes, met_bytes, unpacked_bytes
@@ -50,15 +51,9 @@ NOISE = 1
 KERNELS = 37  # of a block's forward pass, if they cannot be counted
 
 
-def _settings(work: Workload) -> ZOConfig:
-    own = work.settings or ZOConfig()
-    assert isinstance(own, ZOConfig)
-    return own
-
-
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ForwardBytes:
     """The device peak of a step."""
-    own, formats, b = _settings(work), room.formats, room.formats.dtype.itemsize
+    own, formats, b = cast(ZOConfig, work.settings or ZOConfig()), room.formats, room.formats.dtype.itemsize
     pairs, looks = own.usual.pairs(own.count), own.passes
     planned = forward_bytes(layout, streamed, work, room, pairs)
     if own.rank is None:
@@ -121,7 +116,7 @@ def _look_ahead(layout: Layout, work: Workload, own: ZOConfig, element_bytes: in
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step."""
-    own, b = _settings(work), room.formats.dtype.itemsize
+    own, b = cast(ZOConfig, work.settings or ZOConfig()), room.formats.dtype.itemsize
     pairs, found = -(-own.passes // 2), forward_work(layout, streamed, work, room, rates)
     dense = [unit for unit in layout.units if own.rank is None or unit.kind != "block"]
     numel, at_home = sum(unit.numel for unit in dense), sum(unpacked_bytes(unit, room) for unit in dense)
@@ -154,7 +149,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
 def _low_rank_work(
     layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates, found: StepWork
 ) -> StepWork:
-    own, b, blocks = _settings(work), room.formats.dtype.itemsize, {u.index for u in layout.of_kind("block")}
+    own, b = cast(ZOConfig, work.settings or ZOConfig()), room.formats.dtype.itemsize
+    blocks = {u.index for u in layout.of_kind("block")}
     tensors = (t for u in layout.of_kind("block") for t in u.tensors if t.param.requires_grad)
     sides = [t.shape for t in tensors if len(t.shape) == 2]
     touched: float = work.passes * work.tokens * b * sum(2 * rows + columns for rows, columns in sides)

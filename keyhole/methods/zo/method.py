@@ -138,11 +138,6 @@ class ZO(Method):
     # -- between steps ---------------------------------------------------------------------------------------------
 
     @property
-    def pending(self) -> Pending | None:
-        """The update that the weights at home lack. Saving, evaluating and generating apply it."""
-        return self.update.pending
-
-    @property
     def deferred(self) -> Callable[[], None]:
         """The flush of the update, which outlives the method."""
         return self.update.flush
@@ -150,7 +145,7 @@ class ZO(Method):
     @property
     def is_settled(self) -> bool:
         """Whether no update waits for the next visit of the weights."""
-        return self.pending is None
+        return self.update.pending is None
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update."""
@@ -185,7 +180,7 @@ class ZO(Method):
 
     def _deferred_state(self) -> State | None:
         """The state without a flush, while an update waits for the next visit of the weights."""
-        return None if self.pending is None or self.light else self._counts()
+        return None if self.is_settled or self.light else self._counts()
 
     def _counts(self) -> State:
         counts: State = {"step_count": self.step_count, "seed": self.settings.seed}

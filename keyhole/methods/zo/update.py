@@ -120,7 +120,7 @@ class Update:
         """Called at the beginning of a sweep. If the sweep before was aborted, the units that it did not reach are
         updated first: rows of the table are updated on the fly (directions.py), all or none."""
         self.write_back.begin()
-        strict = [unit for unit in self.own_units if not self.write_back.may_wait(unit)]
+        strict = [unit for unit in self.own_units if unit.index not in self.write_back.patient]
         shared = self.model.engine.shared and len(self.waiting) >= SHARED_EVERY
         if shared or any(len(self.owed(unit)) != 1 for unit in strict):
             self.flush()
@@ -199,7 +199,7 @@ class Update:
         engine = self.model.engine
         for unit in self.own_units:
             owed = self.owed(unit)
-            if not owed or not (everywhere or self.write_back.brings(unit, cast(int, owed[-1].step), len(owed))):
+            if not owed or not (everywhere or self.write_back.is_due(unit, cast(int, owed[-1].step), len(owed))):
                 continue
             if not self._must_go(unit) or unit.index in self.model.homes.foreign:
                 self.at_home[unit.index] = len(self.waiting)

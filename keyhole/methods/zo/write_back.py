@@ -59,26 +59,20 @@ class WriteBack:
         self.calm = self.calm + 1 if waited < STOP else 0
         self.every = EVERY if waited > START else 1 if self.calm >= CALM else self.every
 
-    def may_wait(self, unit: Unit) -> bool:
-        return unit.index in self.patient
-
     def is_awaited(self, unit: Unit) -> bool:
         """Whether a checkpoint waits for the unit's home."""
         return self.engine.watch is not None and self.engine.watch.waits_for(unit.index)
 
-    def is_due(self, unit: Unit, step: int) -> bool:
-        """Whether the unit is written back with the update of this step."""
+    def is_due(self, unit: Unit, step: int, unmet: int | None = None) -> bool:
+        """Whether the unit is written back with the update of this step. unmet: the number of updates that a unit is
+        owed which no pass has visited, and which would have to be loaded for it."""
         if unit.index in self.engine.shared:
             return False
-        if not self.may_wait(unit) or self.is_awaited(unit):
+        if unit.index not in self.patient or self.is_awaited(unit):
             return True
+        if unmet is not None and unit.expert is not None:
+            return unmet >= UNMET
         return (step + unit.index) % self.every == 0
-
-    def brings(self, unit: Unit, step: int, owed: int) -> bool:
-        """Whether a unit that was not visited in a step is loaded to apply its owed updates."""
-        if unit.expert is None or not self.may_wait(unit) or self.is_awaited(unit):
-            return self.is_due(unit, step)
-        return owed >= UNMET and unit.index not in self.engine.shared
 
     def describe(self) -> list[str]:
         """Lines for the start block."""

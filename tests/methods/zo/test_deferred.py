@@ -43,7 +43,7 @@ def test_saving_and_looking_apply_the_last_update(tmp_path: Any) -> None:
     opts[0].flush()
     models[1].save_pretrained(tmp_path / "out")
     models[2].nll(batch())
-    assert all(opt.pending is None and equal(weights(models[0]), weights(opt.model)) for opt in opts)
+    assert all(opt.update.pending is None and equal(weights(models[0]), weights(opt.model)) for opt in opts)
 
 
 @pytest.mark.parametrize("wire", [None, "fp8"])
@@ -61,7 +61,7 @@ def test_replayed_updates_are_the_updates(tiny_model: Any, wire: str | None) -> 
     assert [unit.index for unit in other.replay(updates)] == list(range(len(model.layout.units)))
     theirs = dict(again.named_tensors())
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.named_tensors())
-    assert int(zo.update.changed) == int(other.update.changed) and other.pending is None
+    assert int(zo.update.changed) == int(other.update.changed) and other.update.pending is None
 
 
 @in_every_run(lambda name, retries: retries or name == "llama")

@@ -74,7 +74,7 @@ def test_stochastic_rounding_moves_bf16_where_nearest_stalls() -> None:
         before = model.engine.homes[2].float()
         opt = keyhole.ZO(model, eps=EPS, rounding=rounding)
         opt.step(batch())
-        opt.pending.coef.copy_(torch.tensor([1e-6, 1.0]))
+        opt.update.pending.coef.copy_(torch.tensor([1e-6, 1.0]))
         opt.flush()
         z = ops.draw_noise(before.numel(), offset=model.layout.units[2].start, seed=0, step=0)
         made[rounding] = float((before - model.engine.homes[2].float()) @ z / (1e-6 * z @ z))
@@ -92,6 +92,6 @@ def test_the_first_update_on_the_gpu_is_that_of_the_cpu() -> None:
     for model in models:
         opt = keyhole.ZO(model, eps=EPS, weight_decay=0.1)
         opt.step(batch())
-        opt.pending.coef.copy_(torch.tensor([1e-3, 0.7]))
+        opt.update.pending.coef.copy_(torch.tensor([1e-3, 0.7]))
         opt.flush()
     assert equal(weights(models[0]), weights(models[1]))
