@@ -48,9 +48,8 @@ def apply_records(method: ZO, records: list[Record]) -> float:
     """Applies the records to the weights of the method's model; returns seconds."""
     device, begin_s = method.model.device, time.perf_counter()
     coef_SQ = torch.tensor([record.coef for record in records], dtype=torch.float32, device=device)
-    pending = [Pending(coef_Q, record.step - 1) for coef_Q, record in zip(coef_SQ, records, strict=True)]
-    for _ in method.replay([(each, record.weight_decay) for each, record in zip(pending, records, strict=True)]):
-        pass  # one unit after the other
+    pairs = zip(coef_SQ, records, strict=True)
+    method.replay([Pending(coef_Q, record.step - 1, record.weight_decay) for coef_Q, record in pairs])
     method.model.engine.wait_for_homes()
     method.step_count = records[-1].step
     if device.type == "cuda":

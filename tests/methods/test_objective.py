@@ -170,7 +170,7 @@ def test_a_zeroth_order_run_resumes_and_replays(tmp_path: Path) -> None:
             state = opt.state_dict()
             model.save_pretrained(tmp_path / "half")
         opt.step(micro_batches(t))
-        updates.append((Pending(opt.journal_update().clone(), t), 0.0))
+        updates.append(Pending(opt.journal_update().clone(), t))
     opt.flush()
     resumed = keyhole.load(tmp_path / "half", device="cpu")
     again = make("zo", resumed)
@@ -179,7 +179,7 @@ def test_a_zeroth_order_run_resumes_and_replays(tmp_path: Path) -> None:
         again.step(micro_batches(t))
     again.flush()
     replayed = load()
-    assert len(list(make("zo", replayed).replay(updates))) == len(replayed.layout.units)
+    make("zo", replayed).replay(updates)
     expected = dict(model.named_tensors())
     for other in (resumed, replayed):
         assert all(torch.equal(tensor, expected[key]) for key, tensor in other.named_tensors())

@@ -142,7 +142,7 @@ class Dense:
             same_MH = stale_MH.to(self.model.dtype)
             return same_MH, same_MH
         if update.pending is not None:
-            how = update.pending.added_to(how, 0.0 if id(table.param) in update.spared else update.weight_decay)
+            how = update.pending.added_to(how, decays=id(table.param) not in update.spared)
         return ops.zo_rows(stale_MH, ids_M, replace(how, offset=table.start), self.model.dtype)
 
     def _visit_head(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
@@ -200,9 +200,9 @@ class Dense:
         """Whether the unit's home lacks an update."""
         return bool(self.update.owed(unit))
 
-    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
-        """Applies known updates, each with its weight decay, and yields every unit after its last update."""
-        return self.update.replay(updates)
+    def replay(self, updates: list[Pending]) -> None:
+        """Applies known updates."""
+        self.update.replay(updates)
 
     def describe(self) -> list[str]:
         return self.update.write_back.describe()

@@ -25,7 +25,7 @@ Legend: q directions, m micro-batches; a look is a point, perturbed but for one 
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,8 +94,9 @@ class ZO(Method):
         else:
             losses = self._losses(self.model.checked(batch))
         self.projected, coefficients = self.estimator.estimate(losses)
+        decay = self.settings.weight_decay
         coef, finite = torch.cat([losses.new_full((1,), self.lr), coefficients]), torch.isfinite(losses).all()
-        self.latest = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count)
+        self.latest = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count, decay)
         self.update.defer(self.latest)
         self.directions.updated(self.latest)
         self.step_count += 1
@@ -162,9 +163,9 @@ class ZO(Method):
     def _flush(self) -> None:
         self.update.flush()
 
-    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
-        """Applies known updates, each with its weight decay, and yields every unit after its last update."""
-        return self.directions.replay(updates)
+    def replay(self, updates: list[Pending]) -> None:
+        """Applies known updates."""
+        self.directions.replay(updates)
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """Scalars of the last step, on the device. `changed`: share of the weights that the update before it

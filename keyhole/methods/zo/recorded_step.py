@@ -29,7 +29,6 @@ import torch
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo.directions import Copies, Dense
 from keyhole.methods.zo.estimators import Looks
-from keyhole.methods.zo.update import Pending
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.blocks import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.captured import Branches, is_plain, left_out, noted
@@ -93,7 +92,7 @@ class RecordedSteps:
             return None
         addresses = tuple(home.data_ptr() for home in engine.homes)
         noise, eps = self.update.noise, self.directions.eps
-        settings = noise.seed, noise.distribution, noise.rounding, self.update.weight_decay, eps
+        settings = noise.seed, noise.distribution, noise.rounding, self.update.waiting[-1].weight_decay, eps
         shapes = tuple(signature_of(opened(batch)) for batch in looks.batches)
         return None if None in shapes else (tuple(looks.pairs), shapes, addresses, settings)
 
@@ -120,7 +119,7 @@ class RecordedSteps:
         after = [x.clone() for x in state]
         try:
             restore(state, before)
-            with update.trial(Pending(self.coef, self.before.step)), left_out(blocks, without_mask):
+            with update.trial(self.coef, self.before.step), left_out(blocks, without_mask):
                 made = self._capture(self._static(key, looks), state)
                 self.counted[key] = set(update.counted)
             self.recorder.verify(key, made, [expected, after])

@@ -25,7 +25,7 @@ form (ops/zo/packed.py); any other is unpacked, updated and packed.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -48,10 +48,12 @@ class Pending:
 
     coef: torch.Tensor
     step: Count  # a number; during CUDA graph capture, a tensor on the device
+    weight_decay: float = 0.0
 
-    def added_to(self, how: ops.ZOStep, weight_decay: float, changed: Scalar = None) -> ops.ZOStep:
+    def added_to(self, how: ops.ZOStep, decays: bool = True, changed: Scalar = None) -> ops.ZOStep:
         """The settings of an op that makes this update, and what `how` says."""
-        return replace(how, coef=self.coef, update_step=self.step, weight_decay=weight_decay, changed=changed)
+        decay = self.weight_decay if decays else 0.0
+        return replace(how, coef=self.coef, update_step=self.step, weight_decay=decay, changed=changed)
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Update:
     ) -> None:
         self.model: Model = weakref.proxy(model)  # which holds this object
         self.noise = ops.ZOStep(0, own.seed, cast(str, own.distribution), rounding=own.rounding)
-        self.weight_decay, self.spared, self.elsewhere = own.weight_decay, spared, elsewhere
+        self.spared, self.elsewhere = spared, elsewhere
         self.codec = cast(Codec, model.formats.codec)  # read for packed units only, which have one
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
@@ -137,7 +139,7 @@ class Update:
         """Writes two perturbed copies. A unit that has just arrived gets its owed updates, the last in the same pass
         over it, and is written back if it is due. For a packed unit, the packed values are perturbed."""
         owed = self.owed(unit) if arrived else []
-        at_once = bool(owed) and not self._in_parts(unit, w, self.weight_decay)
+        at_once = bool(owed) and not self._in_parts(unit, w, owed[-1])
         for pending in owed[:-1] if at_once else owed:
             self.apply(unit, w, pending)
         flat = self._decoded(unit, w) if self._in_parts(unit, w) else w
@@ -145,22 +147,21 @@ class Update:
         if owed and self.write_back.is_due(unit, cast(int, owed[-1].step)):
             self._go_home(unit)
 
-    def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, weight_decay: float | None = None) -> None:
-        """Applies an update to a unit that is on the device, plain or packed. weight_decay: instead of this run's. (For
-        a unit that is unpacked and packed, `changed` also counts changes that packing then loses.)"""
-        decay = self.weight_decay if weight_decay is None else weight_decay
-        if not self._in_parts(unit, w, decay):
-            return self._op(unit, w, self.noise, pending, None, decay)
-        self._op(unit, unpacked := self._decoded(unit, w), self.noise, pending, None, decay)
+    def apply(self, unit: Unit, w: torch.Tensor, pending: Pending) -> None:
+        """Applies an update to a unit that is on the device, plain or packed. (For a unit that is unpacked and packed,
+        `changed` also counts changes that packing then loses.)"""
+        if not self._in_parts(unit, w, pending):
+            return self._op(unit, w, self.noise, pending)
+        self._op(unit, unpacked := self._decoded(unit, w), self.noise, pending)
         where = {"offset": unit.start, "seed": self.noise.seed, "step": pending.step}
         self.codec.encode_(unpacked, w, **where, rounding=self.noise.rounding)
 
-    def _in_parts(self, unit: Unit, w: torch.Tensor, decay: float = 0.0) -> bool:
+    def _in_parts(self, unit: Unit, w: torch.Tensor, pending: Pending | None = None) -> bool:
         """Whether a packed unit has several spans, or padding in it, and so must be unpacked."""
-        return w.dtype == PACKED and self._spans(unit, decay) != [Span(0, unit.numel)]
+        return w.dtype == PACKED and self._spans(unit, pending) != [Span(0, unit.numel)]
 
-    def _spans(self, unit: Unit, decay: float) -> list[Span]:
-        return (self.decaying if decay else self.trained)[unit.index]
+    def _spans(self, unit: Unit, pending: Pending | None) -> list[Span]:
+        return (self.decaying if pending is not None and pending.weight_decay else self.trained)[unit.index]
 
     def _decoded(self, unit: Unit, w: torch.Tensor) -> torch.Tensor:
         if unit.numel > self.unpacked.numel():
@@ -174,21 +175,19 @@ class Update:
         w: torch.Tensor,
         how: ops.ZOStep,
         pending: Pending | None,
-        copies: Sequence[torch.Tensor] | None,
-        weight_decay: float | None = None,
+        copies: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Updates a unit on the device, if an update is given, and then writes perturbed copies, if they are."""
-        decay = 0.0
         if pending is not None:
-            decay = self.weight_decay if weight_decay is None else weight_decay
-            how = pending.added_to(how, decay, self._count(unit, pending))
+            how = pending.added_to(how, changed=self._count(unit, pending))
         if w.dtype == PACKED:
             return self.codec.zo_(w, unit.numel, *(copies or (None, None)), replace(how, offset=unit.start))
-        for span in self._spans(unit, decay):
+        for span in self._spans(unit, pending):
             part = slice(span.begin, span.end)
             plus, minus = (None, None) if copies is None else (copies[0][part], copies[1][part])
             if span.trained:
-                own = replace(how, offset=unit.start + span.begin, weight_decay=decay if span.decays else 0.0)
+                decay = how.weight_decay if span.decays else 0.0
+                own = replace(how, offset=unit.start + span.begin, weight_decay=decay)
                 ops.zo_flat_(w[part], plus, minus, own)
             elif plus is not None and minus is not None:
                 plus.copy_(w[part])
@@ -236,27 +235,28 @@ class Update:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies all owed updates; none is waiting afterwards."""
-        if self.waiting:
-            with self._rewriting():
-                self.apply_to_rest(everywhere=True)
-            self._forget()
-
-    @contextmanager
-    def _rewriting(self) -> Iterator[None]:
-        """A context in which every unit is updated at home; of those that the ranks of one machine share, each rank
-        updates its part. `changed` then counts the parts of all ranks of this machine: every unit once, however many
-        machines have a copy."""
+        """Applies all owed updates at home; none is waiting afterwards. Of the units that the ranks of one machine
+        share, each rank updates its part. `changed` then counts the parts of all ranks of this machine: every unit
+        once, however many machines have a copy."""
+        if not self.waiting:
+            return
         if not self.counted:
             self.changed.zero_()
         with self.model.rewriting_shared(), self.model.sweep("flush", experts=True):
             self.own_changed = torch.zeros_like(self.changed)
-            yield
+            self.apply_to_rest(everywhere=True)
         if self.model.engine.shared:
             ranks = self.model.ranks
             self.changed += ranks.gather(self.own_changed)[list(ranks.neighbours)].sum()
             self.counted |= self.model.engine.shared
         self.own_changed = None
+        self._forget()
+
+    def replay(self, updates: list[Pending]) -> None:
+        """Applies known updates, unit by unit. `changed` counts the last."""
+        assert not self.waiting, "flush first"
+        self.waiting, self.at_home, self.counted = list(updates), [0] * len(self.at_home), set()
+        self.flush()
 
     # -- a recorded step (recorded_step.py) ----------------------------------------------------------------------------
 
@@ -266,10 +266,11 @@ class Update:
         return len(self.waiting) == 1 and not any(self.at_home) and not self.counted
 
     @contextmanager
-    def trial(self, static: Pending) -> Iterator[None]:
+    def trial(self, coef: torch.Tensor, step: torch.Tensor) -> Iterator[None]:
         """A context for a sweep that is not counted: it begins as the one before it, with the numbers of the update in
         static memory."""
         books, pending = (self.at_home, self.counted), self.waiting[-1]
+        static = replace(pending, coef=coef, step=step)
         self.at_home, self.counted, self.waiting[-1] = [0] * len(self.at_home), set(), static
         try:
             yield
@@ -279,31 +280,3 @@ class Update:
     def replayed(self, counted: set[int]) -> None:
         """After a sweep whose kernels were replayed. counted: the units whose changes they count."""
         self.at_home, self.counted = [1] * len(self.at_home), set(counted)
-
-    # -- journals ------------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def replay(
-        self, updates: list[tuple[Pending, float]], update_elsewhere: Callable[[Unit, torch.Tensor], None] | None = None
-    ) -> Iterator[Unit]:
-        """Applies known updates, each with its weight decay, and yields every unit after its last update. `changed`
-        counts the last. update_elsewhere: updates a unit in `elsewhere`; None: these have no updates."""
-        engine = self.model.engine
-        assert not self.waiting, "flush first"
-        self.defer(updates[-1][0])
-        try:
-            with self._rewriting():
-                for unit in self.model.layout.units:
-                    apart = unit.index in self.elsewhere
-                    if unit.index in self.model.homes.foreign or (apart and update_elsewhere is None):
-                        continue
-                    w = engine.acquire(unit.index)
-                    if apart and update_elsewhere is not None:
-                        update_elsewhere(unit, w)
-                    for pending, weight_decay in () if apart else updates:
-                        self.apply(unit, w, pending, weight_decay)
-                    engine.commit(unit.index)
-                    engine.release(unit.index)
-                    yield unit
-        finally:
-            self.waiting, self.at_home = [], [0] * len(self.at_home)

@@ -56,9 +56,9 @@ def test_replayed_updates_are_the_updates(tiny_model: Any, wire: str | None) -> 
     for step in range(3):
         ids = torch.randint(0, 200, (2, 8), generator=torch.Generator().manual_seed(step))
         zo.step({"input_ids": ids, "labels": ids})
-        updates.append((zo.latest, 0.1))
+        updates.append(zo.latest)
     zo.flush()
-    assert [unit.index for unit in other.replay(updates)] == list(range(len(model.layout.units)))
+    other.replay(updates)
     theirs = dict(again.named_tensors())
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.named_tensors())
     assert int(zo.update.changed) == int(other.update.changed) and other.update.pending is None

@@ -16,7 +16,6 @@ import keyhole
 from keyhole.methods.zo.estimators import Looks
 from keyhole.methods.zo.recorded_step import RecordedSteps, is_short, restore
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.methods.zo.update import Pending
 from keyhole.model.forward.captured import Branches
 from keyhole.model.structure.freeze import freeze
 from tests.matrix import in_every_run
@@ -50,7 +49,7 @@ class Imitated(RecordedSteps):
                 return self.directions.run(looks)
 
         def replay() -> Any:
-            with self.update.trial(Pending(self.coef, self.before.step)):
+            with self.update.trial(self.coef, self.before.step):
                 made.result = [passes(), state]
             return made.result
 

@@ -15,7 +15,6 @@ other than rows of tokens.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
@@ -135,22 +134,18 @@ class LowRank(Dense):
     def owes(self, unit: Unit) -> bool:
         return unit.index not in self.factors.units and super().owes(unit)
 
-    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
+    def replay(self, updates: list[Pending]) -> None:
         """The run without its passes: A is updated step by step, and what the periods have learned is folded into unit
         after unit, that of many periods in one visit. V of a guided run is read from its files."""
-        factors, update, arrive = self.factors, self.update, self.layers.arrive
-        group: list[tuple[Pending, float]] = []
         folds: list[Fold] = []
-        for number, one in enumerate(updates, 1):
-            group.append(one)
+        for pending in updates:
             if self.guide is not None and self.guide.is_due:
                 self.guide.read()
-            folds += factors.update(one[0])
-            if number == len(updates):
-                yield from update.replay(group, partial(arrive, folds=folds) if factors.folds else None)
-            elif len(folds) * max(1, 4 * factors.parts.a_numel) >= AT_ONCE:
-                list(update.replay(group, partial(arrive, folds=folds)))
-                group, folds = [], []
+            folds += self.factors.update(pending)
+            if folds and (pending is updates[-1] or 4 * len(folds) * self.factors.parts.a_numel >= AT_ONCE):
+                self.layers.fold(folds)
+                folds = []
+        self.update.replay(updates)
 
     def describe(self) -> list[str]:
         return self.layers.describe()

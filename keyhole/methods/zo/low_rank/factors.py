@@ -113,7 +113,7 @@ class Factors:
 
     def update(self, pending: Pending) -> list[Fold]:
         """Applies the update of a finished step. Returns the period that it ends, if that is to be folded."""
-        how = pending.added_to(ops.ZOStep(self.parts.start, **self.noise), 0.0, self.changed.zero_())
+        how = pending.added_to(ops.ZOStep(self.parts.start, **self.noise), changed=self.changed.zero_())
         ops.zo_flat_(self.now, None, None, how)
         self.steps = cast(int, pending.step) + 1
         if self.steps % self.refresh:
