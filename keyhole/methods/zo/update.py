@@ -111,12 +111,11 @@ class Update:
         """The last update, while some home lacks it."""
         return self.waiting[-1] if self.waiting else None
 
-    def defer(self, pending: Pending) -> Pending:
+    def defer(self, pending: Pending) -> None:
         """Adds an update that no unit has had."""
         self._forget()
         self.waiting.append(pending)
         self.counted = set()
-        return pending
 
     def begin(self) -> None:
         """Called at the beginning of a sweep. If the sweep before was aborted, the units that it did not reach are

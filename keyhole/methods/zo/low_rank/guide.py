@@ -174,14 +174,8 @@ class Guide:
             raise UserError(f"zo.guide: {path} cannot be read ({error}); {way_on}") from error
         if v.shape != factors.v.shape or v.dtype != factors.v.dtype:
             raise UserError(f"zo.guide: {path} holds {v.dtype} {tuple(v.shape)}, not the directions of this model")
-        wrong = {
-            "crc32": "is damaged, its checksum is wrong",
-            "run": "is of another run than the journal",
-            "period": f"is of period {about.get('period')}, not {factors.period}",
-        }
-        for name, own in self._about(v).items():
-            if about.get(name) != own:
-                raise UserError(f"zo.guide: {path} {wrong[name]}; {way_on}")
+        if about != (own := self._about(v)):
+            raise UserError(f"zo.guide: {path} is damaged, or of another run or period ({about}, not {own}); {way_on}")
         factors.take_v(v)
 
 

@@ -49,14 +49,12 @@ class FactoredLayers(LowRank):
         for vector in factors.parts.vectors:
             if id(vector.owner) not in self.by_layer:
                 self.by_owner.setdefault(id(vector.owner), []).append(vector)
-        self.in_spine: dict[int, list[FlatTensor]] = {}  # by module
         spine = {id(t.param): t for t in model.layout.spine.tensors}
         inside = model.module if model.classifies else model.head.decoder
         others = [m for m in inside.modules() if id(m) not in self.by_layer]
-        for owner in others:
-            if own := [spine[id(p)] for p in owner._parameters.values() if id(p) in spine]:
-                self.in_spine[id(owner)] = own
-        owners = [m for m in others if id(m) in self.in_spine.keys() | self.by_owner.keys()]
+        in_spine = {id(m): [spine[id(p)] for p in m._parameters.values() if id(p) in spine] for m in others}
+        self.in_spine: dict[int, list[FlatTensor]] = in_spine  # by module
+        owners = [m for m in others if in_spine[id(m)] or id(m) in self.by_owner]
         plain = not model.classifies and not model.head.transforms
         self.together = plain and not any(any(owner.children()) for owner in owners)
         for layer in [matrix.layer for matrix in factors.parts.matrices]:

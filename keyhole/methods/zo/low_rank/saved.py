@@ -96,10 +96,9 @@ def find_factors(directory: Path) -> SavedFactors | None:
     if type(steps) is not int or not 0 <= steps < 2**32:
         raise UserError(f"{edited}: {steps!r:.40} cannot be its steps")
     settings = ZOConfig(**own).filled()
+    wire, freeze, base = config.get("wire"), config.get("freeze"), found.get("base")
     if not method.get("light"):
-        return SavedFactors(directory, settings, steps, None, freeze=config.get("freeze"), base=found.get("base"))
+        return SavedFactors(directory, settings, steps, None, None, freeze, base)
     if not isinstance(original, str):
         raise UserError(f"model: {directory} holds no weights, and {STATE} does not say whose factors these are")
-    return SavedFactors(
-        directory, settings, steps, original, config.get("wire"), config.get("freeze"), found.get("base")
-    )
+    return SavedFactors(directory, settings, steps, original, wire, freeze, base)
