@@ -8,11 +8,10 @@ Here all passes of a step, over all looks and micro-batches, run in lockstep (mo
     for each further pair of looks, one pass over w writes its two copies
     the passes of each look run through its copy
 
-The copies of a unit lie in memory that the next unit reuses (`copies`: one pair of them, more while pairs of looks run
-beside each other); those of the spine live through the step, since every block needs them (`spines`, two per pair). The
-chunks of the head are visited in the same way after the last block. Of the input embedding only the rows that the batch
-needs are perturbed: the pending update is applied to these rows on the fly, with the same bits as the full update of
-the table at the end of the sweep.
+The copies of a unit lie in memory that the next unit reuses; those of the spine live through the step, since every
+block needs them (`spines`, two per pair). The chunks of the head are visited in the same way after the last block. Of
+the input embedding only the rows that the batch needs are perturbed: the pending update is applied to these rows on the
+fly, with the same bits as the full update of the table at the end of the sweep.
 
 `Dense` is also what a step asks of any directions; those of low rank (low_rank/directions.py) have other blocks.
 
@@ -44,7 +43,6 @@ from keyhole.ops.arguments import Count
 from keyhole.ops.loss import RunningNLL
 
 Closure = Callable[[], Any]
-Copies = list[tuple[torch.Tensor, torch.Tensor]]
 Side = tuple[range, torch.Tensor | None, torch.Tensor]
 """(passes of a look, perturbed weights of a unit, perturbed spine)."""
 
@@ -62,8 +60,7 @@ class Dense:
         self.update, self.eps, self.block_at_once = update, cast(float, own.eps), bool(own.compile)
         layout, dtype, device = model.layout, model.dtype, model.device
         largest = max((u.numel for u in layout.units[1:] if u.index not in update.elsewhere), default=0)
-        plus, minus = (torch.empty(largest, dtype=dtype, device=device) for _ in range(2))
-        self.copies: Copies = [(plus, minus)]
+        self.copies = [torch.empty(largest, dtype=dtype, device=device) for _ in range(2)]
         self.spines = torch.empty((pairs, 2, layout.spine.numel), dtype=dtype, device=device)
         self.step: Count = 0  # whose directions are used; within `captured` a number on the device
         self.branches = Branches()  # streams for looks, within `captured`
@@ -96,18 +93,16 @@ class Dense:
 
     def hidden(self, looks: Looks, steady: bool) -> list[torch.Tensor]:
         """The hidden states of all passes, after all blocks."""
-        branches, apart = self.branches, len(self.copies) >= len(looks.visits)  # every pair has copies of its own
+        branches = self.branches
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-            for pair, sides in enumerate(self._arrive(unit, looks)):
+            for sides in self._arrive(unit, looks):
                 for side, (passes, weights, spine) in enumerate(sides):
                     self.model.binding.bind(unit, weights, spine)
-                    branches.fork(pair, side)
+                    branches.fork(side)
                     for index in passes:
                         resume(index)
-                if not apart:
-                    branches.join()
-            branches.join()
+                branches.join()
 
         streams = branches.of_passes([by_look for _, _, by_look in looks.visits])
         return self.model.lockstep(looks.passes, serve, self._rows(looks), steady, self.block_at_once, streams)
@@ -119,7 +114,7 @@ class Dense:
         for p, pair, by_look in looks.visits:
             weights: Sequence[torch.Tensor | None] = (None, None)
             if unit is not None and w is not None:
-                weights = copies = [copy[: unit.numel] for copy in self.copies[p % len(self.copies)]]
+                weights = copies = [copy[: unit.numel] for copy in self.copies]
                 self.update.perturb(unit, w, copies, self.perturbation(pair), arrived=p == 0)
                 if p == len(looks.visits) - 1:
                     engine.release(unit.index)
@@ -157,14 +152,13 @@ class Dense:
         return [state.nll_N() for state in running]
 
     @contextmanager
-    def captured(self, step: Count, branches: Branches, more: Copies) -> Iterator[None]:
-        """A context in which directions are those of a step whose number is on the device, and looks have streams.
-        more: copies of a unit, for further pairs of looks."""
-        before, self.step, self.branches, self.copies = self.step, step, branches, [*self.copies, *more]
+    def captured(self, step: Count, branches: Branches) -> Iterator[None]:
+        """A context in which directions are those of a step whose number is on the device, and looks have streams."""
+        before, self.step, self.branches = self.step, step, branches
         try:
             yield
         finally:
-            self.step, self.branches, self.copies = before, Branches(), self.copies[:1]
+            self.step, self.branches = before, Branches()
 
     # -- one look, for closures ------------------------------------------------------------------------------------
 
@@ -179,7 +173,7 @@ class Dense:
         """The unit's weights at both looks of a pair, in memory that the next unit reuses (the spine has its own)."""
         copies: Sequence[torch.Tensor] = self.spines[number].unbind()
         if unit.kind != "spine":
-            copies = [copy[: unit.numel] for copy in self.copies[0]]
+            copies = [copy[: unit.numel] for copy in self.copies]
         self.update.perturb(unit, stored, copies, self.perturbation(pair), arrived=False)
         return copies
 

@@ -5,7 +5,7 @@ methods/work.py), with perturbed copies of the spine for every pair of looks.
     fzoo           q + 1 passes                         q // 2 + 1       (q + 1) m
 
 for m micro-batches; a unit has two perturbed copies, whatever the estimator, because pairs are run one after the
-other (in a recorded step, beside each other where there is room). For a weight of w bytes at home, b in compute:
+other. For a weight of w bytes at home, b in compute:
 
     touched    the update of the step before reads and writes it; each pair of passes reads it and writes two copies,
                w + 2 b; noise costs arithmetic rather than bytes, and counts as NOISE bytes per number drawn, which fits
@@ -31,9 +31,9 @@ from keyhole.machine.rates import Rates
 from keyhole.methods.work import forward_bytes, forward_work, home_bytes, met_bytes, unpacked_bytes
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.methods.zo.low_rank.factors import room_for
-from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, SOLVED_BYTES, tokens_per_pass
+from keyhole.methods.zo.low_rank.guide import KEPT_BYTES, MOST_POSITIONS, tokens_per_pass
 from keyhole.methods.zo.low_rank.parts import factor_sides
-from keyhole.methods.zo.recorded_step import ROOM, SHARE, is_short
+from keyhole.methods.zo.recorded_step import ROOM, is_short
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.write_back import EVERY, START
 from keyhole.model.forward.blocks import SMALL_FLOP_WITH_FACTORS
@@ -110,8 +110,7 @@ def _look_ahead(layout: Layout, work: Workload, own: ZOConfig, element_bytes: in
     count = count if work.chooses else min(count, MOST_POSITIONS)
     sides = [t.shape[1] for unit in layout.of_kind("block") for t in unit.tensors if len(t.shape) == 2]
     inputs = min(element_bytes * count * sum(sides), KEPT_BYTES)
-    solved = max(4 * count * max(sides), min(SOLVED_BYTES, 4 * count * sum(sides)))
-    return ahead, 4 * count * layout.table.shape[1] + inputs + solved
+    return ahead, 4 * count * (layout.table.shape[1] + max(sides)) + inputs
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
@@ -135,14 +134,13 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     if streamed or room.limit_bytes is None or rates.gpu_bytes is None or room.formats.codec:
         return found
     # As one graph, if it is captured: the host launches nothing per block; while it is captured, the device holds the
-    # weights of before and after the step beside its own. Pairs of looks that run beside each other have copies.
+    # weights of before and after the step beside its own.
     planned = device_bytes(layout, streamed, work, room)
     left = room.limit_bytes - planned.total
     if not own.deferred_update or ROOM * planned.homes > left or not is_short(layout, work.tokens, own.passes, False):
         return found
     of_block = layout.counts.forward_kernels if layout.counts else KERNELS
-    copies = 2 * b * max((unit.numel for unit in layout.units[1:]), default=0) * (pairs - 1)
-    kept = int(2 * planned.homes * ALLOCATOR_SLACK) + (copies if copies <= SHARE * left else 0)
+    kept = int(2 * planned.homes * ALLOCATOR_SLACK)
     return replace(found, launches=0.0, nodes=work.passes * layout.block_count * of_block, kept_bytes=kept)
 
 

@@ -11,8 +11,7 @@ per shape (model/recorder.py) and replayed from then on. What differs from step 
 
     host per step:    copies of the batch, two numbers, one launch, and a few small kernels from losses to coefficients
 
-Within the graph the looks run beside each other (model/forward/captured.py): those of a pair, and if the copies of a
-unit for every pair fit into SHARE of the free memory, those of all pairs.
+Within the graph the looks of a pair run beside each other (model/forward/captured.py).
 
 A graph is used only if it gives the same bits as eager execution. The step in which it is captured runs both: first
 eagerly, then, from the same weights, the graph; losses and all weights that a step changes must be equal (with low-rank
@@ -27,7 +26,7 @@ from typing import Any, cast
 import torch
 
 from keyhole.methods.step_numbers import StepNumbers
-from keyhole.methods.zo.directions import Copies, Dense
+from keyhole.methods.zo.directions import Dense
 from keyhole.methods.zo.estimators import Looks
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.blocks import SMALL_FLOP_WITH_FACTORS
@@ -39,7 +38,6 @@ from keyhole.model.structure.layout import Layout
 
 SIGHTS = 3  # a shape is captured in its third step: libraries choose kernels in the first ones
 MAX_RECORDINGS = 32
-SHARE = 1 / 16  # of the free memory, for copies of a unit
 ROOM = 4  # free memory that a capture requires, in multiples of the weights that a step changes
 
 
@@ -58,7 +56,6 @@ class RecordedSteps:
         self.before, self.now = StepNumbers(model.device), StepNumbers(model.device)
         self.coef = torch.empty(0)
         self.branches: Branches | None = None
-        self.more: Copies = []  # copies of a unit for the pairs after the first
         self.version = directions.version
 
     def run(self, looks: Looks) -> list[torch.Tensor]:
@@ -128,19 +125,12 @@ class RecordedSteps:
             restore(state, after)
 
     def _capture(self, looks: Looks, state: list[torch.Tensor]) -> Recording | None:
-        """Enqueues the step on a capturing stream; nothing is computed. The first capture makes streams and copies for
-        all pairs of looks, or for one."""
-        directions, model, spare = self.directions, self.directions.model, self.recorder.spare
-        if self.branches is None:
-            pairs, (plus, minus) = len(looks.visits), directions.copies[0]
-            if 2 * (pairs - 1) * plus.nbytes > SHARE * spare.left() or directions.looks_at_once:
-                pairs = 1
-            self.branches = Branches(model.device, pairs)
-            self.more = [(torch.empty_like(plus), torch.empty_like(minus)) for _ in range(pairs - 1)]
-            spare.held["copies"] = 2 * (pairs - 1) * plus.nbytes
+        """Enqueues the step on a capturing stream; nothing is computed."""
+        directions, model = self.directions, self.directions.model
+        self.branches = self.branches or Branches(model.device)
         self.branches.forked.clear()
         try:
-            with directions.captured(self.now.step, self.branches, self.more):
+            with directions.captured(self.now.step, self.branches):
                 return self.recorder.capture(lambda: [directions.run(looks, steady=False), state])
         finally:
             if model.device.type == "cuda":

@@ -178,7 +178,12 @@ class Update:
     ) -> None:
         """Updates a unit on the device, if an update is given, and then writes perturbed copies, if they are."""
         if pending is not None:
-            how = pending.added_to(how, changed=self._count(unit, pending))
+            counter = None  # of weights that the update changes: only for the last one, once per unit
+            if pending is self.pending and unit.index not in self.counted:
+                self.counted.add(unit.index)
+                own = self.own_changed is not None and unit.index in self.model.engine.shared
+                counter = self.own_changed if own else self.changed
+            how = pending.added_to(how, changed=counter)
         if w.dtype == PACKED:
             return self.codec.zo_(w, unit.numel, *(copies or (None, None)), replace(how, offset=unit.start))
         for span in self._spans(unit, pending):
@@ -186,8 +191,8 @@ class Update:
             plus, minus = (None, None) if copies is None else (copies[0][part], copies[1][part])
             if span.trained:
                 decay = how.weight_decay if span.decays else 0.0
-                own = replace(how, offset=unit.start + span.begin, weight_decay=decay)
-                ops.zo_flat_(w[part], plus, minus, own)
+                of_span = replace(how, offset=unit.start + span.begin, weight_decay=decay)
+                ops.zo_flat_(w[part], plus, minus, of_span)
             elif plus is not None and minus is not None:
                 plus.copy_(w[part])
                 minus.copy_(w[part])
@@ -217,14 +222,6 @@ class Update:
     def _must_go(self, unit: Unit) -> bool:
         """Whether updates change the unit, or a checkpoint waits for it."""
         return any(span.trained for span in self.trained[unit.index]) or self.write_back.is_awaited(unit)
-
-    def _count(self, unit: Unit, pending: Pending) -> torch.Tensor | None:
-        """The counter for weights that this update changes: only for the last update, once per unit."""
-        if pending is not self.pending or unit.index in self.counted:
-            return None
-        self.counted.add(unit.index)
-        own = self.own_changed is not None and unit.index in self.model.engine.shared
-        return self.own_changed if own else self.changed
 
     def _forget(self) -> None:
         """Drops updates that every home has."""

@@ -168,18 +168,15 @@ class DeviceWeights:
     def table_rows(self, ids_M: torch.Tensor, pinned: bool) -> torch.Tensor:
         """[M, H] rows of the input embedding. pinned: homes on the host are page-locked, so that kernels can read
         them."""
-        rows_MH = self._rows_at_home(ids_M, pinned)
-        return rows_MH if self.lens is None else self.lens.rows(rows_MH, ids_M)
-
-    def _rows_at_home(self, ids_M: torch.Tensor, pinned: bool) -> torch.Tensor:
-        """Rows of the input embedding, read from the memory that holds the table."""
         table_VH = self.homes.read(self.layout.table)
         if table_VH.device == self.device or (pinned and ops.use_kernel(self.device)):
             for unit in self.layout.of_kind("table"):
                 self.engine.home_ready(unit.index)
-            return ops.gather_rows(table_VH, ids_M)
-        self.engine.wait_for_homes([unit.index for unit in self.layout.of_kind("table")])
-        return table_VH[ids_M.to(table_VH.device)].to(self.device)
+            rows_MH = ops.gather_rows(table_VH, ids_M)
+        else:
+            self.engine.wait_for_homes([unit.index for unit in self.layout.of_kind("table")])
+            rows_MH = table_VH[ids_M.to(table_VH.device)].to(self.device)
+        return rows_MH if self.lens is None else self.lens.rows(rows_MH, ids_M)
 
     @contextmanager
     def seen_through(self, lens: Lens) -> Iterator[None]:

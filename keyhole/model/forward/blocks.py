@@ -46,7 +46,6 @@ from keyhole.errors import UserError
 from keyhole.machine.settings import Changes, compiler
 from keyhole.model.recorder import (
     Recorder,
-    Recording,
     UsersHooks,
     copied,
     same_bits,
@@ -126,7 +125,9 @@ class BlockGraphs(Recorder):
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]  # None: has no version
         static = self.copy_in(key, tensors)
         if key not in self.recordings:
-            self.recordings[key] = self._record(ordinary, *with_tensors((args, kwargs), iter(static)))
+            static_args, static_kwargs = with_tensors((args, kwargs), iter(static))
+            made = self.capture(lambda: ordinary(*static_args, **static_kwargs))
+            self.recordings[key] = None if made is None or signature_of(made.result) is None else made
         one = self.recordings[key]
         if one is None:
             return ordinary(*args, **kwargs)
@@ -137,10 +138,6 @@ class BlockGraphs(Recorder):
             self.checked[here] = not changed and same_bits(output, expected)
             return expected
         return output
-
-    def _record(self, ordinary: Callable, args: tuple, kwargs: dict[str, object]) -> Recording | None:
-        one = self.capture(lambda: ordinary(*args, **kwargs))
-        return None if one is None or signature_of(one.result) is None else one
 
 
 def _forward(block: nn.Module, args: tuple, kwargs: dict[str, object]) -> Any:

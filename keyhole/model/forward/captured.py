@@ -8,9 +8,9 @@ therefore launched on a stream of its own:
     stream 0                      +-- passes with + --+                        +-- ..
     stream 1                      +-- passes with - --+                        +-- ..
 
-A unit's copies are written before the fork and overwritten after the join. Several pairs of looks run beside each other
-if each has copies of its own, else one pair after the other. Memory that is freed is reused by the stream in which it
-was allocated: what a look allocates, it uses on its own stream.
+A unit's copies are written before the fork and overwritten after the join; pairs of looks run one after the other.
+Memory that is freed is reused by the stream in which it was allocated: what a look allocates, it uses on its own
+stream.
 
 Where no token is hidden, Transformers gives blocks no mask, and attention is told to be causal. While a CUDA graph is
 captured, some versions make a mask nevertheless (5.17: always; 5.23: if the batch has one, whose numbers cannot be read
@@ -38,27 +38,21 @@ Call = tuple[int, torch.Size | None]  # a block's id, and the shape of its input
 
 
 class Branches:
-    """pairs: of looks that run beside each other; 0: everything stays on the current stream."""
+    """A stream for each look of a pair; without a device everything stays on the current stream."""
 
-    def __init__(self, device: torch.device | None = None, pairs: int = 0) -> None:
-        self.pairs, self.streams = pairs, [torch.cuda.Stream(device) for _ in range(2 * pairs)]
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.streams = [] if device is None else [torch.cuda.Stream(device) for _ in range(2)]
         self.forked: list[torch.cuda.Stream] = []
-
-    def stream(self, pair: int, side: int) -> torch.cuda.Stream:
-        """The stream of a look. pair: its number among those that are visited."""
-        return self.streams[2 * (pair % self.pairs) + side]
 
     def of_passes(self, looks: list[list[range]]) -> dict[int, torch.cuda.Stream]:
         """The stream of each pass. looks: of each pair, the passes of its looks."""
-        if not self.pairs:
-            return {}
-        sides = [(pair, side) for pair, by_look in enumerate(looks) for side in range(len(by_look))]
-        return {index: self.stream(pair, side) for pair, side in sides for index in looks[pair][side]}
+        sides = [each for by_look in looks for each in zip(self.streams, by_look, strict=False)]
+        return {index: stream for stream, passes in sides for index in passes}
 
-    def fork(self, pair: int, side: int) -> None:
+    def fork(self, side: int) -> None:
         """What this look launches from now on follows everything that the current stream was given."""
-        if self.pairs:
-            stream = self.stream(pair, side)
+        if self.streams:
+            stream = self.streams[side]
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             self.forked.append(stream)
 

@@ -35,36 +35,33 @@ def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tenso
             return [model.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
         return [state.nll_N() for state in after_the_head(model, hidden, batches, spine)]
 
-    found = evaluated(model, batches, losses)
+    found = swept(model, batches, losses)
     return [(b.loss.sum_by_row(nll_N), b.loss.count_by_row()) for nll_N, b in zip(found, batches, strict=True)]
 
 
 def nll_by_token(model: Any, batches: list[DeviceBatch]) -> list[torch.Tensor]:
     """The NLL of each target, per batch, at the weights as they are at home, without updates that wait."""
-    states = swept(model, batches, lambda x, spine: after_the_head(model, x, batches, spine))
+    states = swept(model, batches, lambda x, spine: after_the_head(model, x, batches, spine), at_home=True)
     return [state.nll_N() for state in states]
 
 
 def token_scores(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(nll_N, best_N) per batch."""
-    states = evaluated(model, batches, lambda x, spine: after_the_head(model, x, batches, spine, RunningChoice))
+    states = swept(model, batches, lambda x, spine: after_the_head(model, x, batches, spine, RunningChoice))
     return [(state.nll_N(), state.best_N) for state in states]
 
 
 def class_logits(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits [B, L] and losses [B] per batch, in float32."""
-    found = evaluated(model, batches, lambda logits, spine: logits)
+    found = swept(model, batches, lambda logits, spine: logits)
     return [(x.float(), model.head.nll(x, b.target_N)) for x, b in zip(found, batches, strict=True)]
 
 
-def evaluated(model: Any, batches: list[DeviceBatch], result: Result[T]) -> list[T]:
-    """Runs one pass per batch; returns one result per pass."""
-    model.apply_deferred()
-    return swept(model, batches, result)
-
-
-def swept(model: Any, batches: list[DeviceBatch], result: Result[T]) -> list[T]:
-    """Like `evaluated`, without deferred updates: at the weights that are at home."""
+def swept(model: Any, batches: list[DeviceBatch], result: Result[T], at_home: bool = False) -> list[T]:
+    """Runs one pass per batch; returns one result per pass. at_home: at the weights as they are at home, without
+    updates that wait."""
+    if not at_home:
+        model.apply_deferred()
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
         model.binding.bind(unit, model.device_weights.acquire(unit) if unit else None, spine)

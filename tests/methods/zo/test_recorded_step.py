@@ -38,14 +38,13 @@ class Imitated(RecordedSteps):
     def __init__(self, method: Any, breaks: bool = False) -> None:
         super().__init__(method.directions, deferred_update=True)
         self.possible, self.breaks = True, breaks
-        self.more = [tuple(map(torch.empty_like, self.directions.copies[0]))]
 
     def _has_room(self, homes: Any, looks: Any) -> bool:
         return True
 
     def _capture(self, looks: Looks, state: list[torch.Tensor]) -> Any:
         def passes() -> list[torch.Tensor]:
-            with self.directions.captured(self.now.step, Branches(), self.more):
+            with self.directions.captured(self.now.step, Branches()):
                 return self.directions.run(looks)
 
         def replay() -> Any:

@@ -115,14 +115,14 @@ def test_recorded_steps_attend_like_eager_ones(
 @pytest.mark.gpu
 def test_a_captured_fork_reads_what_came_before_and_is_waited_for() -> None:
     """A chain in which every link needs both branches of the link before; slow kernels would show a missing edge."""
-    device, branches = torch.device("cuda"), Branches(torch.device("cuda"), 1)
+    device, branches = torch.device("cuda"), Branches(torch.device("cuda"))
     x, halves = torch.randn(2048, 2048, device=device), torch.empty(2, 2048, 2048, device=device)
 
     def run() -> torch.Tensor:
         y = x.clone()
         for _ in range(12):
             for side, stream in enumerate(branches.streams):
-                branches.fork(0, side)
+                branches.fork(side)
                 with torch.cuda.stream(stream):
                     torch.mm(y, y, out=halves[side]).mul_((side + 1) / 64)
             branches.join()

@@ -71,7 +71,7 @@ class LowRank(Dense):
                 batches.append(repeated(batch, size))
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-            weights = None if unit is None else self._acquire(unit)
+            weights = None if unit is None else self.model.device_weights.acquire(unit)
             try:
                 for index, share in enumerate(shares):
                     self.model.binding.bind(unit, weights, spines[share.first])
@@ -94,11 +94,6 @@ class LowRank(Dense):
             hidden = [x.chunk(size) for x in self.model.lockstep(batches, serve, rows_of, steady=steady)]
         firsts = range(0, len(hidden), max(1, m))  # the passes of a dense step are numbered by look
         return [hidden[first + i][look] for first in firsts for look in range(size) for i in range(m)]
-
-    def _acquire(self, unit: Unit) -> torch.Tensor:
-        """The unit's weights on the device, in the dtype of compute. Release it afterwards."""
-        w = self.model.engine.acquire(unit.index, changes=False)
-        return self.model.device_weights.in_compute_dtype(unit, w)
 
     # -- one look --------------------------------------------------------------------------------------------------
 

@@ -40,9 +40,9 @@ period is: with these a replay needs neither data nor passes. A file has a check
 number of its period: other directions would give other weights, without an error.
 
 Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D); the inputs, b N I per layer, at most
-KEPT_BYTES (further ones wait in host memory); and 4 N I for the layers that are solved at once, at most SOLVED_BYTES or
-one layer. On the disk b m per period (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
-Legend: N positions, H width, K layers, I inputs of a layer, r rank, M tokens.
+KEPT_BYTES (further ones wait in host memory); and 4 N I for the layer that is solved. On the disk b m per period
+(SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
+Legend: N positions, H width, I inputs of a layer, r rank, M tokens.
 """
 
 import math
@@ -65,7 +65,7 @@ from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.forward.evaluation import swept
 from keyhole.model.model import Model
 
-KEPT_BYTES, SOLVED_BYTES = 256 * 2**20, 64 * 2**20
+KEPT_BYTES = 256 * 2**20
 MOST_POSITIONS = 4096  # of the loss over tokens
 PASS_BYTES = 128 * 2**20  # of the widest activation of a pass that looks ahead, unless a step's are larger
 RIDGE = 3.0
@@ -202,7 +202,7 @@ def _errors(
 ) -> list[torch.Tensor]:
     """[N, H] float32, per batch. positions: the N distinct ones, and which of them each trained token has."""
     head = VocabularyGradients(model)
-    swept(model, sent, lambda hidden, spine: [head.loss(hidden, sent, spine, loss_count=1)])
+    swept(model, sent, lambda hidden, spine: [head.loss(hidden, sent, spine, loss_count=1)], at_home=True)
     with model.engine.sweep("guide", [unit.index for unit in model.layout.head_units]):
         try:
             head.spine = model.device_weights.acquire(model.layout.spine)
@@ -260,47 +260,39 @@ class Inputs:
         parts[current] = self.last[1]
 
     def solve(self, y_Nr: torch.Tensor, v: torch.Tensor) -> int:
-        """Writes V of layers into the array of all V: those of one width at once, those that read the same inputs as
-        one. Returns their number."""
-        matrices, passes, solved = self.factors.parts.matrices, range(len(self.at)), 0
+        """Writes V of layers into the array of all V, those that read the same inputs at once. Returns their number."""
         readers: dict[tuple[int, ...], list[int]] = {}
         for index, parts in self.seen.items():
             if len(parts) == len(self.at) and index not in self.odd:
-                readers.setdefault(tuple(id(parts[i]) for i in passes), []).append(index)
-        by_width: dict[int, list[list[int]]] = {}
+                readers.setdefault(tuple(id(parts[i]) for i in range(len(self.at))), []).append(index)
         for group in readers.values():
-            by_width.setdefault(matrices[group[0]].inputs, []).append(group)
-        for width, groups in by_width.items():
-            size = max(1, SOLVED_BYTES // (4 * width * max(1, len(y_Nr))))
-            for some in (groups[begin : begin + size] for begin in range(0, len(groups), size)):
-                x_KNI = torch.stack([torch.cat([self.seen[g[0]][i].to(v.device) for i in passes]) for g in some])
-                for group, found_rI in zip(some, predictors(x_KNI.float(), y_Nr), strict=True):
-                    found_rI = found_rI.to(v.dtype)  # where large numbers of float16 become infinite
-                    usable_r = torch.isfinite(found_rI).all(dim=1, keepdim=True) & found_rI.any(dim=1, keepdim=True)
-                    for index in group:
-                        place_rI = self.factors.rows(v, matrices[index].v)
-                        place_rI.copy_(torch.where(usable_r, found_rI, place_rI))
-                    solved += len(group)
-        return solved
+            seen = self.seen[group[0]]
+            x_NI = torch.cat([seen[i].to(v.device) for i in range(len(self.at))])
+            found_rI = predictors(x_NI.float(), y_Nr).to(v.dtype)  # where large numbers of float16 become infinite
+            usable_r = torch.isfinite(found_rI).all(dim=1, keepdim=True) & found_rI.any(dim=1, keepdim=True)
+            for index in group:
+                place_rI = self.factors.rows(v, self.factors.parts.matrices[index].v)
+                place_rI.copy_(torch.where(usable_r, found_rI, place_rI))
+        return sum(map(len, readers.values()))
 
 
-def predictors(x_KNI: torch.Tensor, y_Nr: torch.Tensor) -> torch.Tensor:
-    """[K, r, I] the directions of the inputs of K layers that predict the errors best, scaled: (X^T X / N + ridge)^-1
-    X^T y by conjugate gradients, for every layer and column of y on its own."""
-    count, width = x_KNI.shape[1:]
-    energy_K = x_KNI.square().sum(dim=(1, 2))[:, None, None] / count
-    left_KIr = x_KNI.mT @ y_Nr / count
-    v_KIr, way_KIr, left_Kr = torch.zeros_like(left_KIr), left_KIr.clone(), left_KIr.square().sum(dim=1, keepdim=True)
+def predictors(x_NI: torch.Tensor, y_Nr: torch.Tensor) -> torch.Tensor:
+    """[r, I] the directions of the inputs of a layer that predict the errors best, scaled: (X^T X / N + ridge)^-1 X^T y
+    by conjugate gradients, for every column of y on its own."""
+    count, width = x_NI.shape
+    energy = x_NI.square().sum() / count
+    left_Ir = x_NI.t() @ y_Nr / count
+    v_Ir, way_Ir, left_r = torch.zeros_like(left_Ir), left_Ir.clone(), left_Ir.square().sum(dim=0)
     for _ in range(SOLVER_STEPS):
-        applied_KIr = x_KNI.mT @ (x_KNI @ way_KIr) / count + RIDGE * energy_K / width * way_KIr
-        length_Kr = _ratio(left_Kr, (way_KIr * applied_KIr).sum(dim=1, keepdim=True))
-        v_KIr = v_KIr + length_Kr * way_KIr
-        left_KIr = left_KIr - length_Kr * applied_KIr
-        before_Kr, left_Kr = left_Kr, left_KIr.square().sum(dim=1, keepdim=True)
-        way_KIr = left_KIr + _ratio(left_Kr, before_Kr) * way_KIr
-    seen_Kr = (x_KNI @ v_KIr).square().mean(dim=1, keepdim=True)
-    scaled_KIr = v_KIr * (energy_K / y_Nr.shape[1] / seen_Kr).sqrt()
-    return torch.where(seen_Kr > 0, scaled_KIr, torch.zeros_like(v_KIr)).mT.contiguous()
+        applied_Ir = x_NI.t() @ (x_NI @ way_Ir) / count + RIDGE * energy / width * way_Ir
+        length_r = _ratio(left_r, (way_Ir * applied_Ir).sum(dim=0))
+        v_Ir = v_Ir + length_r * way_Ir
+        left_Ir = left_Ir - length_r * applied_Ir
+        before_r, left_r = left_r, left_Ir.square().sum(dim=0)
+        way_Ir = left_Ir + _ratio(left_r, before_r) * way_Ir
+    seen_r = (x_NI @ v_Ir).square().mean(dim=0)
+    scaled_Ir = v_Ir * (energy / y_Nr.shape[1] / seen_r).sqrt()
+    return torch.where(seen_r > 0, scaled_Ir, torch.zeros_like(v_Ir)).t().contiguous()
 
 
 def _ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
