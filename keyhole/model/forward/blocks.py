@@ -6,7 +6,7 @@ A block spends a third of its time in norms, rotary embeddings, activations and 
 writes memory several times; torch.compile fuses them. The compiled function is block.forward itself, with the block as
 an argument and its weights as inputs, so that all blocks of one kind share the code. Compiled code cannot stop inside a
 block, so it runs only in passes that wait for all units of a block before they enter it (block_at_once, hooks.py).
-Passes that will be differentiated use model/backward/compiled.py.
+Passes that will be differentiated use model/backward/block_call.py.
 
 Compiled arithmetic rounds differently from eager arithmetic: streamed still equals resident, but a compiled run does
 not equal an eager one. Varying shapes make torch compile again; packing keeps them constant.
