@@ -60,9 +60,6 @@ class Sampling:
     matrices: int = 16  # number of matrices of the blocks; 0: all
     seed: int = 0
 
-    def quickly(self) -> "Sampling":
-        return replace(self, batch=4, calibration=1, held_out=1, matrices=2)
-
 
 def sample(how: Sampling) -> tuple[Grads, Grads]:
     """Gradients by the name of their matrix: to fit on, and held out."""
@@ -209,7 +206,8 @@ def bench_bias(
     if wrong := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds: {wrong[0]!r} is not one of {', '.join(KINDS)}")
     if quick:
-        how, sizes = how.quickly(), (sizes[0][:1], sizes[1][:1])
+        how = replace(how, batch=4, calibration=1, held_out=1, matrices=2)
+        sizes = (sizes[0][:1], sizes[1][:1])
     report = BiasReport("lsp-bias", out, command, quick)
     seen, held = sample(how)
     report.add({"kind": "machine", "device": torch.device(how.device).type, **environment()})

@@ -8,9 +8,8 @@
         - {model: 13B, batch: [1, 4], system: [resident, streamed]}      a list: one case per item
 
 A row is checked against the types of Case; errors name the file, the table, the row and the key. Tables share cases: a
-case in several of them runs once. A table can run on other models than its own (for_models), and a model that does not
-fit host memory is cut to as many blocks as fit (cut), the same number for all cases of that model and dtype, so that
-ratios compare equal shapes.
+case in several of them runs once. A table can run on other models than its own (for_models). A model that does not fit
+host memory runs with fewer `blocks`.
 """
 
 import fnmatch
@@ -23,11 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import yaml
 
-from keyhole.bench.shapes import BLOCKS, BLOOM, POSITIONS, SHAPES, fitting_blocks, known
-from keyhole.config.loader import read_limited
+from keyhole.bench.shapes import BLOCKS, POSITIONS, known
+from keyhole.config.loader import read_text
 from keyhole.errors import UserError
 from keyhole.limits import describe, fits
-from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.zo.traits import ZO
 
@@ -57,7 +55,7 @@ class Case:
     batch: int = 1
     length: int = POSITIONS
     micro_batches: int = 1  # per step
-    blocks: int | None = None  # None: all of them, or as many as fit host memory (cut)
+    blocks: int | None = None  # None: all of them
     gpu_memory: str | None = None  # the budget; None: all of the device
     quick_gpu_memory: str | None = None  # the budget of a quick run
     wire: str | None = None
@@ -115,8 +113,8 @@ class Table:
 def read_tables(path: Path, quick: bool = False) -> dict[str, Table]:
     """The tables of a file, by name."""
     try:
-        found = yaml.safe_load(read_limited(path))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        found = yaml.safe_load(read_text(path))
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"--table: cannot read {path}: {error}") from error
     if not isinstance(found, dict) or not found:
         raise UserError(f"{path}: a mapping of tables is needed; the files in {TABLES} are examples")
@@ -181,27 +179,6 @@ def for_models(tables: dict[str, Table], models: list[str]) -> dict[str, Table]:
         cases = [replace(case, model=model, blocks=None) for model in names for case in table.cases]
         found[name] = Table(table.title, list({case.name: case for case in cases}.values()))
     return found
-
-
-def cut(tables: dict[str, Table], host_bytes: int) -> tuple[dict[str, Table], list[str]]:
-    """The tables with fewer blocks for models that do not fit this much host memory, in the widest format of their
-    cases; and lines about what was cut. Cases that state their blocks are unchanged."""
-    widest: dict[tuple[str, str], int] = {}
-    for case in (case for table in tables.values() for case in table.cases):
-        if case.blocks is None and case.model in SHAPES | BLOOM:
-            key, width = (case.model, case.dtype), ELEMENT_BYTES.get(case.wire or case.dtype, 1)
-            widest[key] = max(widest.get(key, 0), width, ELEMENT_BYTES[case.dtype])
-    blocks = {key: fitting_blocks(key[0], width, host_bytes) for key, width in widest.items()}
-    said = [
-        f"{model} in {dtype}: {count} of {BLOCKS[model]} blocks, what {host_bytes / GIB:.0f} GiB of host memory hold"
-        for (model, dtype), count in blocks.items()
-        if count is not None
-    ]
-
-    def fitted(case: Case) -> Case:
-        return replace(case, blocks=case.blocks or blocks.get((case.model, case.dtype)))
-
-    return {name: Table(t.title, [fitted(case) for case in t.cases]) for name, t in tables.items()}, said
 
 
 def ordered(tables: dict[str, Table]) -> list[Case]:

@@ -21,9 +21,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
+import torch
+
 from keyhole.bench.cases import Case
+from keyhole.bench.measure import clear_device, device_of
 from keyhole.bench.report import Record, Report
 from keyhole.errors import UserError
+from keyhole.loading import choose_device
+from keyhole.machine.probe import environment
 
 GRACE_S = 30.0
 NO_LIMIT_S = 14 * 86400.0  # poll takes less than 25 days
@@ -49,14 +54,7 @@ Measure = Callable[[Case, Job, Emit], Record]
 
 def make_job(device: str | None, quick: bool, warm_up: int, timed: int, time_limit_s: float | None) -> Job:
     """device: None is a GPU, or for a quick run also the CPU."""
-    import torch
-
-    if device not in (None, "cpu", "cuda"):
-        raise UserError(f"--device: {device!r} is not one of cpu, cuda")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device: cuda was asked for, but PyTorch sees no CUDA GPU here; use --quick")
+    device = choose_device(device).type
     if device == "cpu" and not quick:
         raise UserError(
             "bench: full shapes would take days on a CPU; use a GPU (--device cuda), or --quick for tiny ones"
@@ -80,11 +78,6 @@ def run(measure: Measure, cases: Sequence[Case], job: Job, report: Report, say: 
 
 def run_here(measure: Measure, cases: Sequence[Case], job: Job, emit: Emit) -> None:
     """Runs cases one after the other in this process."""
-    import torch
-
-    from keyhole.bench.measure import clear_device, device_of
-    from keyhole.machine.probe import environment
-
     warnings.filterwarnings("ignore", message="mkldnn_matmul")
     if job.device == "cuda":
         torch.cuda.init()

@@ -55,11 +55,6 @@ class Report:
         """The cases that were measured, by name; the latest if one ran again."""
         return {r["name"]: r for r in self.records if r["kind"] == "case" and r["status"] == "ok"}
 
-    def failed(self) -> str:
-        """A line for each case without numbers."""
-        bad = [r for r in self.records if r["kind"] == "case" and r["status"] != "ok"]
-        return "\n".join(f"- {r['name']}: {r['status']}: {r['error']}" for r in bad)
-
     def add(self, record: Record) -> None:
         if record["kind"] == "machine":
             self.machine |= record
@@ -90,7 +85,9 @@ class Report:
     def markdown(self) -> str:
         title = f"# keyhole bench {self.name}, {self.gpu()}, {self.started:%Y-%m-%d}"
         note = "**Quick run on tiny shapes: it shows that everything runs, its numbers mean nothing.**"
-        parts = [title, self.how(), note if self.quick else "", *self.sections(), self.failed()]
+        bad = [r for r in self.records if r["kind"] == "case" and r["status"] != "ok"]
+        failed = "\n".join(f"- {r['name']}: {r['status']}: {r['error']}" for r in bad)
+        parts = [title, self.how(), note if self.quick else "", *self.sections(), failed]
         return "\n\n".join(filter(None, parts)) + "\n"
 
     def how(self) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from keyhole.bench.cases import TABLES, cut, for_models, ordered, read_tables, select
+from keyhole.bench.cases import TABLES, for_models, ordered, read_tables, select
 from keyhole.bench.layers import LayerReport, measure_layer
 from keyhole.bench.memory import MemoryReport, measure_memory
 from keyhole.bench.process import Job, Measure, Say, run
@@ -11,9 +11,6 @@ from keyhole.bench.report import Report
 from keyhole.bench.snapshots import SnapshotReport, measure_saving
 from keyhole.bench.step_tables import StepReport
 from keyhole.bench.steps import measure_steps
-from keyhole.errors import UserError
-from keyhole.machine.host import host_memory
-from keyhole.machine.sizes import Bytes
 
 VERBS: dict[str, tuple[Measure, type[Report]]] = {
     "zo.yaml": (measure_steps, StepReport),
@@ -35,24 +32,14 @@ def bench_tables(
     words: list[str] | None = None,
     only: str = "",
     models: list[str] | None = None,
-    host: str | None = None,
     say: Say = print,
 ) -> Report:
     """Returns the report, which has been written to disk. shipped: a file of tables/. file: other tables than those.
-    words, only: which cases (select). models: instead of the tables' own. host: models are cut to this much host
-    memory (default: the free memory; not for tiny models)."""
+    words, only: which cases (select). models: instead of the tables' own."""
     tables = for_models(read_tables(file or TABLES / shipped, job.quick), models or [])
     if job.device == "cpu":  # what runs on the CPU beside a GPU is the same here
         tables = {k: replace(t, cases=[case for case in t.cases if not case.device]) for k, t in tables.items()}
     tables = select(tables, words or ["all"], only)
-    if host is not None or not job.quick:
-        try:
-            size = host_memory().available_bytes if host is None else Bytes.parse(host)
-        except ValueError as error:
-            raise UserError(f"--host-memory: {host!r} is not {error}") from error
-        tables, said = cut(tables, size)
-        for line in said:
-            say(line)
     measure, report_class = VERBS[shipped]
     report = report_class(Path(shipped).stem, out, command, job.quick, tables)
     run(measure, ordered(tables), job, report, say)

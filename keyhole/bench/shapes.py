@@ -6,15 +6,13 @@
 (4 H^2 of a block are attention, 8 H^2 the MLP of width 4 H; the head is tied to the embedding.) 350M is an
 exception: its embedding is 512 wide, projected to 1024, and its norms follow the sublayers.
 
-`blocks` keeps the width and drops blocks, for a model that does not fit host memory; `fitting_blocks` returns how many
-blocks fit. GPU memory of a streamed step does not depend on the number of blocks (except for their norms), so it holds
-for the whole model; seconds do not, and are never scaled.
+`blocks` keeps the width and drops blocks, for a model that does not fit host memory. GPU memory of a streamed step does
+not depend on the number of blocks (except for their norms), so it holds for the whole model; seconds are never scaled.
 """
 
 from typing import Any
 
 from keyhole.errors import UserError
-from keyhole.machine.sizes import GIB
 
 POSITIONS = 2048
 SHAPES = {  # OPT: width, blocks, heads
@@ -41,7 +39,6 @@ VOCABULARY, BLOOM_VOCABULARY, GPT2_VOCABULARY, LLAMA_VOCABULARY = 50272, 250880,
 QUICK, LLAMA_QUICK, QUICK_VOCABULARY = (32, 3, 2), (64, 3, 4, 160), 128
 QUICK_SHRINK = 128  # factor for sequence lengths
 LEAST_BLOCKS = 2  # a single block would not be recognised as a list of blocks
-HOST_FACTOR, HOST_SLACK_BYTES = 1.05, 4 * GIB  # host memory of a streamed run: factor x weights + slack
 
 
 def known(name: str, option: str = "--models") -> str:
@@ -103,18 +100,3 @@ def model_config(name: str, length: int = POSITIONS, blocks: int | None = None, 
         return BloomConfig(hidden_size=width, hidden_dropout=0.0, attention_dropout=0.0, **shape)
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
     return GPT2Config(n_embd=width, n_positions=POSITIONS, **shape, **off)
-
-
-def parameter_count(name: str, blocks: int | None = None) -> int:
-    """Parameters of OPT and BLOOM by the formulas above (350M as if it were regular)."""
-    width, layers, _ = (SHAPES | BLOOM)[name]
-    rows = BLOOM_VOCABULARY + 2 if name in BLOOM else VOCABULARY + POSITIONS + 2
-    return min(layers, blocks or layers) * (12 * width**2 + 13 * width) + rows * width + 2 * width
-
-
-def fitting_blocks(name: str, element_bytes: int, host_bytes: int) -> int | None:
-    """How many blocks of OPT or BLOOM fit this much host memory, at least LEAST_BLOCKS; None: all of them."""
-    rest = parameter_count(name, 1) - (block := parameter_count(name, 2) - parameter_count(name, 1))
-    room = (host_bytes - HOST_SLACK_BYTES) / HOST_FACTOR / element_bytes
-    count = int((room - rest) // block)
-    return None if count >= BLOCKS[name] else max(LEAST_BLOCKS, count)

@@ -9,8 +9,8 @@ link       bytes that crossed per step, and the rates of the same run (step_tabl
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from keyhole.bench.shapes import QUICK_SHRINK, model_config
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.methods.base import Method
+from keyhole.methods.baselines import galore
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.settings import MethodSettings
 from keyhole.methods.workload import Workload
@@ -43,7 +44,8 @@ def measure_steps(case: Case, job: Job, emit: Emit) -> Record:
     batches = batches_of(case, job.quick, model.config.vocab_size)
     load_s, host_bytes = time.perf_counter() - begin_s, measure.host_memory()
     measure.clean_up(device)  # memory for drawing the weights must not be reused by the method
-    with random_bases(case):
+    drawn = patch.object(galore, "projector", random_bases)  # options: {svd: false}: without SVDs, which take minutes
+    with nullcontext() if case.options.get("svd", True) else drawn:
         method = method_of(case, model)
         measure.clean_up(device)
         found = measure.time_steps(lambda: method.step(batches), model.engine, job.warm_up, job.timed)
@@ -122,22 +124,11 @@ def method_of(case: Case, model: keyhole.Model) -> Method | Textbook | Native:
     return method
 
 
-@contextmanager
-def random_bases(case: Case) -> Iterator[None]:
-    """options: {svd: false} replaces galore's SVDs, which take minutes, by random bases."""
-    from keyhole.methods.baselines import galore
-
-    def drawn(grad: torch.Tensor, rank: int) -> torch.Tensor:
-        side = min(grad.shape[-2:])
-        q: torch.Tensor = torch.linalg.qr(torch.randn(*grad.shape[:-2], side, rank, device=grad.device)).Q
-        return q
-
-    usual = galore.projector
-    galore.projector = usual if case.options.get("svd", True) else drawn
-    try:
-        yield
-    finally:
-        galore.projector = usual
+def random_bases(grad: torch.Tensor, rank: int) -> torch.Tensor:
+    """In the place of galore's."""
+    side = min(grad.shape[-2:])
+    q: torch.Tensor = torch.linalg.qr(torch.randn(*grad.shape[:-2], side, rank, device=grad.device)).Q
+    return q
 
 
 def link_of(unit_bytes: int, emit: Emit) -> dict[str, float]:

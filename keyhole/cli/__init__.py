@@ -18,15 +18,12 @@ exception (machine/collector.py). Nothing is lost by that: files are complete be
 (disk/files.py), and during training other handlers are in force (training/signals.py).
 """
 
-import errno
 import io
-import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -81,9 +78,8 @@ def main(args: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if args is None else args
         if words and words[0] in SOLITARY:
             refuse_several(f"keyhole {words[0]}")
-        with _clean_logs():
-            code = _run(words)
-            sys.stdout.flush()
+        code = _run(words)
+        sys.stdout.flush()
         return code
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -114,7 +110,7 @@ def _run(words: Sequence[str]) -> int:
     exit codes without a message.)"""
     command = typer.main.get_command(app)
     try:
-        with command.make_context("keyhole", list(words)) as context:
+        with command.make_context("keyhole", list(words), obj=list(words)) as context:
             command.invoke(context)
         return 0
     except typer.Exit as stop:
@@ -131,35 +127,7 @@ def _limit_met(error: Exception) -> str | None:
         except FileNotFoundError:
             return "the current directory was removed; change to another one"
     lacks = out_of_memory(error)
-    each: BaseException | None = error
-    while lacks is None and each is not None:
-        if isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE):
-            lacks = f"too many files are open: raise `ulimit -n` ({each})"
-        elif isinstance(each, RuntimeError) and "can't start new thread" in str(each):
-            lacks = (
-                f"no more threads are allowed: raise `ulimit -u` and `ulimit -v`, or the container's limits ({each})"
-            )
-        each = each.__cause__ or each.__context__
     return None if lacks is None else f"{printable(lacks)}; what was saved before is intact"
-
-
-@contextmanager
-def _clean_logs() -> Iterator[None]:
-    """Escapes control characters in log lines and warnings of libraries, which may quote text from files."""
-    make, form = logging.getLogRecordFactory(), warnings.formatwarning
-
-    def clean(*args: Any, **kwargs: object) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        record.msg, record.args = printable(record.getMessage()), ()
-        return record
-
-    logging.setLogRecordFactory(clean)
-    warnings.formatwarning = lambda *args, **kwargs: printable(form(*args, **kwargs))
-    try:
-        yield
-    finally:
-        logging.setLogRecordFactory(make)
-        warnings.formatwarning = form
 
 
 def _open_streams() -> None:

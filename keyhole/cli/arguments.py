@@ -79,12 +79,15 @@ def check_model(model: str) -> None:
     check_directory(assets.locate(os.path.expanduser(model), assets.MODEL))
 
 
-def refuse_setting_as_option(args: list[str], options: set[str]) -> None:
-    """Raises UserError at the first `--setting`, with the argument to write instead."""
+def refuse_other_style(args: list[str], options: set[str]) -> None:
+    """Raises UserError at the first `--setting` or `option=value`, with the argument to write instead."""
     for position, word in enumerate(args):
         if word == "--":
             return
         name, equals, value = word.partition("=")
+        option = "--" + name.replace("_", "-")
+        if equals and option in options and not is_override(word):
+            raise UserError(f"`{word}`: an option here, write {option} {value or '...'}")
         if not name.startswith("--") or name in options:
             continue
         key = name.removeprefix("--").replace("-", "_")
@@ -95,15 +98,6 @@ def refuse_setting_as_option(args: list[str], options: set[str]) -> None:
             raise UserError(f"`{word}`: settings have no dashes, write {key}={value or '...'}")
         if suggest_key(key).startswith("; did you mean"):
             raise UserError(f"`{word}`: no such option; settings are key=value{suggest_key(key)}")
-
-
-def refuse_option_as_setting(args: list[str], options: set[str]) -> None:
-    """Raises UserError at the first `option=value`, with the arguments to write instead."""
-    for word in args:
-        key, equals, value = word.partition("=")
-        option = "--" + key.replace("_", "-")
-        if equals and option in options and not is_override(word):
-            raise UserError(f"`{word}`: an option here, write {option} {value or '...'}")
 
 
 def with_resume_value(args: list[str], if_alone: str) -> list[str]:
@@ -139,8 +133,7 @@ class SettingsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for param in self.get_params(ctx) for option in param.opts}
-        refuse_setting_as_option(args, options)
-        refuse_option_as_setting(args, options)
+        refuse_other_style(args, options)
         return super().parse_args(ctx, self.rewrite(args))
 
     def rewrite(self, args: list[str]) -> list[str]:

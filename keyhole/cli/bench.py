@@ -31,17 +31,6 @@ TABLES = {  # what a verb shows, by the file of its cases
 }
 
 
-def _command(context: typer.Context) -> str:
-    """The command line that reproduces a report, without unset options."""
-    words = ["keyhole", "bench", str(context.info_name)]
-    for name in (str(param.name) for param in context.command.params):
-        value = context.params.get(name)
-        if name not in ("out", "help") and value not in (None, "", False):
-            words.append(f"--{name.replace('_', '-')}")
-            words += [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
-    return shlex.join(words)
-
-
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
@@ -62,9 +51,6 @@ def tables(
     models: Annotated[
         str, typer.Option(metavar="NAMES", help="Run the tables on these models instead, with commas: 1.3B,BLOOM-176B.")
     ] = "",
-    host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Cut models to blocks that fit this; default: what is free.")
-    ] = None,
     table: Annotated[
         str | None, typer.Option(metavar="FILE", help="Your own YAML instead of keyhole/bench/tables/*.yaml.")
     ] = None,
@@ -85,12 +71,11 @@ def tables(
         shipped,
         job,
         out=Path(out),
-        command=_command(context),
+        command=shlex.join(["keyhole", *context.obj]),
         file=Path(table) if table else None,
         words=_words(cases) or (["judged"] if shipped == ZEROTH and not table else ["all"]),
         only=only,
         models=_words(models),
-        host=host_memory,
         say=typer.echo,
     )
     typer.echo("\n" + report.markdown() + "\nwrote " + " and ".join(map(str, report.paths)))
@@ -129,7 +114,7 @@ def lsp_bias(
     report = bench_bias(
         Sampling(model, data, **where, calibration=calibration, held_out=held_out, device=choose_device(device).type),
         out=Path(out),
-        command=_command(context),
+        command=shlex.join(["keyhole", *context.obj]),
         sizes=(_numbers("--d", d), _numbers("--r", r)),
         kinds=tuple(_words(kinds)),
         quick=quick,

@@ -4,7 +4,6 @@ keyhole config ls | cp NAME [DEST] | show [CONFIG] [key=value ...]
 keyhole env [--json]
 """
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -63,26 +62,26 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fals
     typer.echo(json_text(found, indent=2) if as_json else "\n".join(lines))
 
 
-def machine_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     """What machine/probe.py has found, as (name, text)."""
-    for name, version in found["versions"].items():
-        state = found["triton"] if name == "triton" else None if version else "not installed"
-        yield name, ", ".join(filter(None, (version, state)))
+
+    def gib(count: int | None) -> str:
+        return "none" if count is None else f"{count / GIB:.1f} GiB"
+
     memory, cuda, link = found["host_memory"], found["cuda"], found["link_gb_s"]
-    limit = memory["cgroup_limit_bytes"]
-    group = "no control-group limit" if limit is None else f"control-group limit {limit / GIB:.1f} GiB"
-    total, available = memory["total_bytes"] / GIB, memory["available_bytes"] / GIB
-    yield "os", found["os"]
-    yield "cpu", f"{found['cpu']['name']}, {found['cpu']['cores']} cores usable"
-    yield "host memory", f"{total:.1f} GiB, {available:.1f} GiB available, {group}"
-    yield "cuda", f"torch built for {cuda['built_for'] or 'CPU only'}, driver {cuda['driver'] or 'none'}"
+    kernels = {"triton": f", {found['triton']}"}
+    lines = [(name, (own or "not installed") + kernels.get(name, "")) for name, own in found["versions"].items()]
+    free, limit = gib(memory["available_bytes"]), gib(memory["cgroup_limit_bytes"])
+    lines += [
+        ("os", found["os"]),
+        ("cpu", f"{found['cpu']['name']}, {found['cpu']['cores']} cores usable"),
+        ("host memory", f"{gib(memory['total_bytes'])}, {free} available, control-group limit: {limit}"),
+        ("cuda", f"torch built for {cuda['built_for'] or 'CPU only'}, driver {cuda['driver'] or 'none'}"),
+    ]
     for gpu in found["gpus"]:
-        sizes = f"{gpu['total_bytes'] / GIB:.1f} GiB, {gpu['free_bytes'] / GIB:.1f} GiB free"
-        yield "gpu", f"{gpu['name']}, {sizes}, capability {gpu['capability']}"
-    if not found["gpus"]:
-        yield "gpu", "none: everything runs on the CPU"
-    if isinstance(link, str):
-        yield "link", link
-    elif link is not None:
+        sizes = f"{gib(gpu['total_bytes'])}, {gib(gpu['free_bytes'])} free"
+        lines.append(("gpu", f"{gpu['name']}, {sizes}, capability {gpu['capability']}"))
+    if isinstance(link, dict):
         alone = f"{link['host_to_device']} GB/s up, {link['device_to_host']} GB/s down"
-        yield "link", f"{alone}, {link['both_ways']} GB/s each way at once (pinned)"
+        link = f"{alone}, {link['both_ways']} GB/s each way at once (pinned)"
+    return lines + ([("link", link)] if found["gpus"] else [("gpu", "none: everything runs on the CPU")])

@@ -1,6 +1,5 @@
 """keyhole plan MODEL|CONFIG [key=value ...] [--gpu SIZE] [--ram SIZE] [--link RATE] [--tokens BxT] [--machine NAME]"""
 
-import threading
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from keyhole.plan.table import Row
     from keyhole.training.planning import Found
 
-QUIET_S = 5.0
 NOTHING = "  nothing that is known here: more memory is needed"
 
 
@@ -54,19 +52,13 @@ def plan(
         from keyhole.plan.table import rows
         from keyhole.training.planning import ask
 
-    late = threading.Timer(QUIET_S, note, ["still planning: a model of a thousand layers takes about a minute"])
-    late.daemon = True
-    late.start()
-    try:
-        found = ask(request, note)
-        table = rows(found.question)
-        chosen = recommended(table)
-        if as_json:
-            lines = [json_text([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1)]
-        else:
-            lines = [*found.lines, *_table(table, chosen), *_end(found, table, chosen)]
-    finally:
-        late.cancel()
+    found = ask(request, note)
+    table = rows(found.question)
+    chosen = recommended(table)
+    if as_json:
+        lines = [json_text([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1)]
+    else:
+        lines = [*found.lines, *_table(table, chosen), *_end(found, table, chosen)]
     typer.echo("\n".join(lines))
 
 

@@ -32,7 +32,7 @@ from keyhole.checkpoint import select
 from keyhole.compare.file import ZERO_SHOT, Comparison
 from keyhole.compare.kept import Kept, questions
 from keyhole.compare.page import make_page
-from keyhole.compare.plan import Group, Trial, flat_settings, plan, with_data
+from keyhole.compare.plan import Group, Trial, plan, with_data
 from keyhole.compare.result import (
     CRASH,
     MARKER,
@@ -307,11 +307,10 @@ class Execution:
     def _write(self) -> OSError | None:
         """Writes the tables so far; says and returns the error if that fails."""
         cells = self.cells()
-        settings = {f"{group.method} on {group.task}": _settings_of(group) for group in self.groups}
         try:
             write_text(self.root / "table.json", to_json(self.comparison, cells, self.environment))
             write_text(self.root / "table.md", to_markdown(self.comparison, cells))
-            write_text(self.root / "report.html", make_page(self.comparison, cells, settings, self.environment))
+            write_text(self.root / "report.html", make_page(self.comparison, cells, self.environment))
         except OSError as error:
             print(f"keyhole: the tables cannot be written: {error}", file=sys.stderr)
             return error
@@ -327,11 +326,3 @@ def _line(result: Result) -> str:
     size = "" if result.gpu_gib is None else f", GPU {result.gpu_gib:.2f} GiB"
     best = f"step {result.best_step} of {result.steps}"
     return f"dev {result.dev_metric} {number(result.dev_metric, result.dev)}, {test} ({best}{size})"
-
-
-def _settings_of(group: Group) -> dict[str, object]:
-    """The settings of a group's runs by dotted key; of a grid, all values of the setting."""
-    values = flat_settings(next(iter(group.trials.values())).config)
-    for name in dict(group.points[0]) if len(group.points) > 1 else ():
-        values[name] = " | ".join(dict.fromkeys(dict(point)[name] for point in group.points))
-    return values

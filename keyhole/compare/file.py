@@ -81,6 +81,7 @@ class Comparison:
     overrides: Entries = field(default_factory=dict)
     choose_by: str = CHOOSE_BY[0]
     words: tuple[str, ...] = ()
+    text: str = ""  # of the file
 
     @property
     def command(self) -> str:
@@ -125,6 +126,7 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
         overrides=reader.overrides,
         choose_by=reader.text("choose_by") or CHOOSE_BY[0],
         words=words,
+        text=text,
     )
     if made.output_dir.startswith("~") or re.search(r"\$\{?\w", made.output_dir):
         reader.fault("output_dir", f"found `{made.output_dir}`, which stands for no directory here")

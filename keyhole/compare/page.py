@@ -11,10 +11,8 @@ from html import escape
 from typing import Any
 
 from keyhole.compare.file import ZERO_SHOT, Comparison
-from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import lower_is_better
 from keyhole.compare.table import Cell, average, grid_of, number, point_text, shown, troubles
-from keyhole.config.fields import settings
 from keyhole.machine.text import counted, duration
 from keyhole.pages.chart import Series, chart
 from keyhole.pages.frame import (
@@ -37,10 +35,9 @@ ALONG = ("step", "seconds of training")
 def make_page(
     comparison: Comparison,
     cells: Sequence[Cell],
-    runs: Mapping[str, Mapping[str, object]],
     environment: Mapping[str, Any],
 ) -> str:
-    """The page. runs: the settings of one run of each method and task, by dotted key."""
+    """The page."""
     colours = colour_of(dict.fromkeys(cell.method for cell in cells if cell.method != ZERO_SHOT))
     results = {result.id: result for cell in cells for result in (*cell.grid, *cell.runs)}
     done, missing = {result.id for cell in cells for result in cell.grid}, sum(cell.missing for cell in cells)
@@ -56,7 +53,7 @@ def make_page(
         parts.append(section(model, _table(own, colours)))
         for task in dict.fromkeys(cell.task for cell in own):
             parts.append(section(task, _charts(task, [cell for cell in own if cell.task == task], colours), level=3))
-    parts += [_every_run(cells, colours), *_troubles(cells), _again(comparison, runs, environment)]
+    parts += [_every_run(cells, colours), *_troubles(cells), _again(comparison, environment)]
     return page(comparison.title, parts)
 
 
@@ -195,19 +192,14 @@ def _troubles(cells: Sequence[Cell]) -> list[str]:
     return [section(title, f"<ul>{own}</ul>" if own else "", level=3) for title, own in titles.items()]
 
 
-def _again(comparison: Comparison, runs: Mapping[str, Mapping[str, object]], environment: Mapping[str, Any]) -> str:
-    rows, usual = [], settings()
-    for name, values in runs.items():
-        left_out = {key for key in values if key not in usual or key in NO_NUMBER or key == "seed"}
-        told = [f"{k}={v}" for k, v in values.items() if k not in left_out and v != usual[k].default]
-        rows.append(tr(name, [td(", ".join(told), "left")]))
+def _again(comparison: Comparison, environment: Mapping[str, Any]) -> str:
     choice = "the first seed" if comparison.choose_by == "first-seed" else "the mean of all seeds"
     return section(
         "How it was run",
         f"<p>Of each grid the settings with the best dev metric are taken, by {choice}; then the other seeds are run. "
         "Test is that of the best step by dev, unless load_best_model_at_end is false. A band reaches from the lowest "
         "seed to the highest; ± is the standard deviation. Time is that of the training steps, without evaluations."
-        f"</p>{details('Settings', table((), rows))}{machine_text(environment)}"
+        f"</p>{details('The file', f'<pre>{escape(comparison.text)}</pre>')}{machine_text(environment)}"
         f"<pre>{escape(comparison.command)}</pre>",
         level=3,
     )

@@ -54,15 +54,6 @@ class Cell:
         return list(dict.fromkeys(result.error for result in [*self.grid, *self.runs] if result.error))
 
     @property
-    def warnings(self) -> dict[str, list[Result]]:
-        """The runs that have a warning, by its text."""
-        found: dict[str, dict[str, Result]] = {}
-        for result in [*self.grid, *self.runs]:
-            for text in result.warnings:
-                found.setdefault(text, {})[result.id] = result
-        return {text: [*of.values()] for text, of in found.items()}
-
-    @property
     def partial(self) -> str:
         """`1 of 3 seeds`, if the mean is not over all seeds; "" otherwise."""
         have = sum(result.test is not None for result in self.runs if not result.error)
@@ -188,9 +179,10 @@ def troubles(cells: Sequence[Cell]) -> list[tuple[Cell, bool, str, str]]:
     """What failed, and what runs warned of: the cell, whether it failed, which runs, and the message."""
     found = []
     for cell in cells:
-        failed = [result for result in cell.grid if result.error]
-        found += [(cell, True, run_text([result]), result.error or "") for result in failed]
-        found += [(cell, False, run_text(runs), text) for text, runs in cell.warnings.items()]
+        found += [(cell, True, run_text([result]), result.error) for result in cell.grid if result.error]
+        runs = {result.id: result for result in [*cell.grid, *cell.runs]}.values()
+        for text in dict.fromkeys(text for result in runs for text in result.warnings):
+            found.append((cell, False, run_text([result for result in runs if text in result.warnings]), text))
     return found
 
 

@@ -8,10 +8,7 @@ from typing import Any
 
 from keyhole.config.schema import TrainConfig
 from keyhole.data.examples import AUTO
-from keyhole.data.settings import BEFORE, DataSettings
-from keyhole.errors import UserError
-from keyhole.limits import Count, fits
-from keyhole.methods.settings import kinds
+from keyhole.data.settings import DataSettings
 
 
 def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> DataSettings:
@@ -22,14 +19,7 @@ def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> 
     settings = DataSettings(**{name: vars(config)[name] for name in same})
     if loader is None:
         return settings
-    kept = loader.get("padding", [BEFORE, BEFORE, None])
-    whole = isinstance(kept, list | tuple) and len(kept) == 3
-    if not (whole and all(map(fits, kept, (kinds(TrainConfig)["pad_to_multiple_of"], Count, Count | None)))):
-        raise UserError(
-            f"--resume: the padding of the batches cannot be true ({str(kept):.100}); the checkpoint or journal was "
-            "edited: go on from another one"
-        )
-    asked, *numbers = kept
+    asked, *numbers = loader["padding"]
     began = settings.template_date or loader.get("date")
     padding = tuple(numbers) if asked == AUTO else None
     strata = loader.get("stratified", False) is True if settings.stratify == AUTO else settings.stratify

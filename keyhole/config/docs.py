@@ -28,15 +28,11 @@ This page is made by `python -m keyhole.config.docs` from keyhole/config/schema.
 
 
 def default_text(setting: Setting) -> str:
-    """The default in YAML; `required` if there is none."""
-    return "required" if setting.required else plain(setting.default)
-
-
-def plain(value: object) -> str:
-    """A value as typed after `key=`."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    return dump(value).removesuffix("\n").removesuffix("\n...")
+    """The default as typed after `key=`; `required` if there is none."""
+    if setting.required:
+        return "required"
+    value = setting.default
+    return f"{value:g}" if isinstance(value, float) else dump(value).removesuffix("\n").removesuffix("\n...")
 
 
 def by_section() -> Iterator[tuple[str, str, list[Setting]]]:

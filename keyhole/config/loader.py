@@ -43,26 +43,21 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> tuple[TrainC
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a YAML file; UserError if it cannot be read."""
+    """The text of a YAML file of at most LIMIT_BYTES; UserError if it cannot be read. A named pipe is refused, because
+    reading could block; a pipe that the shell has opened for the command, as in `keyhole train <(...)`, is read."""
     try:
-        return read_limited(Path(path))
+        if stat.S_ISFIFO(Path(path).stat().st_mode) and Path(path).parent != Path("/dev/fd"):
+            raise ValueError("it is a pipe")
+        with open(path, "rb") as file:
+            content = file.read(LIMIT_BYTES + 1)
+        if len(content) > LIMIT_BYTES:
+            raise ValueError(f"it has more than {LIMIT_BYTES:,} bytes")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path}: cannot read the config: {why}") from None
-
-
-def read_limited(path: Path) -> str:
-    """The text of a file of at most LIMIT_BYTES. A named pipe is refused, because reading could block; a pipe that
-    the shell has opened for the command, as in `keyhole train <(...)`, is read."""
-    if stat.S_ISFIFO(path.stat().st_mode) and path.parent != Path("/dev/fd"):
-        raise ValueError("it is a pipe")
-    with path.open("rb") as file:
-        content = file.read(LIMIT_BYTES + 1)
-    if len(content) > LIMIT_BYTES:
-        raise ValueError(f"it has more than {LIMIT_BYTES:,} bytes")
-    return content.decode("utf-8")
+        raise UserError(f"{path}: cannot read the file: {why}") from None
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
@@ -116,7 +111,10 @@ def build_config(
             one_of = f" One of {words}." if words else ""
             faults.append(Finding(key, f"missing, and there is no default. {setting.doc}{one_of}"))
     refuse(source, faults)
-    config, faults, warnings = rules.apply(_assemble(values))
+    made = {key: value for key, value in values.items() if "." not in key}
+    for name, cls in sections().items():
+        made[name] = cls(**{key.partition(".")[2]: values[key] for key in values if key.startswith(f"{name}.")})
+    config, faults, warnings = rules.apply(TrainConfig(**made))
     refuse(source, [_placed(fault, entries) for fault in faults])
     return config, renamed + [str(_placed(warning, entries)) for warning in warnings]
 
@@ -241,11 +239,3 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
 def _placed(finding: Finding, entries: dict[str, LocatedNode]) -> Finding:
     """The finding with the place where its key was set."""
     return replace(finding, where=entries[finding.key].where) if finding.key in entries else finding
-
-
-def _assemble(values: dict[str, Any]) -> TrainConfig:
-    top = {key: value for key, value in values.items() if "." not in key}
-    for name, cls in sections().items():
-        dotted = f"{name}."
-        top[name] = cls(**{k.removeprefix(dotted): v for k, v in values.items() if k.startswith(dotted)})
-    return TrainConfig(**top)

@@ -41,18 +41,12 @@ def listing(files: dict[str, Path]) -> str:
     return "\n".join(f"{name:<{width}}  {title.lstrip('# ').strip()}" for name, title in titles.items())
 
 
-def find_recipe(name: str) -> Path:
-    """The file of a shipped recipe, with or without .yaml."""
-    shipped = recipes()
-    stem = name.removesuffix(".yaml")
-    if stem not in shipped:
-        raise UserError(f"`{name}` is not a shipped recipe{nearest(stem, shipped)}; see keyhole config ls")
-    return shipped[stem]
-
-
 def copy_recipe(name: str, dest: str | None) -> Path:
     """Writes a recipe to a file or into a directory; refuses to overwrite anything."""
-    recipe = find_recipe(name)
+    shipped, stem = recipes(), name.removesuffix(".yaml")
+    if stem not in shipped:
+        raise UserError(f"`{name}` is not a shipped recipe{nearest(stem, shipped)}; see keyhole config ls")
+    recipe = shipped[stem]
     target = Path(dest or recipe.name)
     target = target / recipe.name if target.is_dir() else target
     try:
@@ -79,8 +73,7 @@ def find_config(config: str) -> tuple[Path, bool]:
     name = path.name.removesuffix(".yaml")
     if name in recipes() and str(path.parent) in (".", "configs"):
         return recipes()[name], True
-    beside = [str(p) for p in path.parent.glob("*.y*ml")] if os.path.isdir(path.parent) else []
-    hint = nearest(config, beside) or nearest(name, recipes())
+    hint = nearest(config, map(str, path.parent.glob("*.y*ml"))) or nearest(name, recipes())
     raise UserError(f"{config}: no such config file{hint}; shipped recipes: keyhole config ls")
 
 

@@ -159,7 +159,7 @@ def _idle(c: TrainConfig) -> Iterator[Rule]:
 
 def _unusual(c: TrainConfig) -> list[Finding]:
     (_, (low, high)), rate = METHODS[c.method].rates(own_settings(c)), c.learning_rate
-    if not isinstance(rate, float | int) or low <= rate <= high or assets.is_demo_model(c.model):
+    if rate is None or low <= rate <= high or assets.is_demo_model(c.model):
         return []
     known = f"{c.method} is known to work from {low:g} to {high:g}"
     return [Finding("learning_rate", f"{rate:g} is an unusual value: {known}")]

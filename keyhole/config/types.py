@@ -28,7 +28,6 @@ from keyhole.limits import convert, describe
 from keyhole.machine.sizes import Bytes
 
 NULL_TAG = "tag:yaml.org,2002:null"
-MOST_NODES = 10**5  # of one value
 FASTEST: Any = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper  # of libyaml: four times as fast
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -37,7 +36,7 @@ class Mismatch(ValueError):
     """The node has no value of the type."""
 
 
-class Twice(Exception):
+class Twice(ValueError):
     """A name of a mapping is given twice; YAML's loaders would take the last in silence."""
 
 
@@ -60,23 +59,18 @@ def show(node: yaml.Node) -> str:
     return f"`{text}`" if text.isprintable() else ascii(text)
 
 
-def tree(node: yaml.Node, left: list[int] | None = None) -> object:
-    """Lists and mappings of scalar nodes. Each use of an alias counts, so that aliases cannot multiply; left: nodes
-    still allowed."""
-    left = left or [MOST_NODES]
-    left[0] -= 1
-    if left[0] <= 0:
-        raise ValueError("too large")
+def tree(node: yaml.Node) -> object:
+    """Lists and mappings of scalar nodes."""
     if isinstance(node, yaml.SequenceNode):
-        return [tree(item, left) for item in node.value]
+        return [tree(item) for item in node.value]
     if not isinstance(node, yaml.MappingNode):
         return node
     found: dict[object, object] = {}
     for key, item in node.value:
-        name = _scalar(tree(key, left), str)
+        name = _scalar(tree(key), str)
         if name in found:
             raise Twice(name)
-        found[name] = tree(item, left)
+        found[name] = tree(item)
     return found
 
 
@@ -94,27 +88,21 @@ def _scalar(value: object, kind: object) -> object:
     if kind is not object and is_null(value) != (kind is NoneType):
         raise ValueError("null, or not")
     try:
-        return _plain(value) if kind is object else _SCALARS[kind](value.value)
+        found = yaml.SafeLoader("").construct_object(value) if kind is object else _SCALARS[kind](value.value)
     except (KeyError, OverflowError, yaml.YAMLError) as error:
         raise ValueError(value.value) from error
-
-
-def _plain(node: yaml.ScalarNode) -> object:
-    value = yaml.SafeLoader("").construct_object(node)
-    if not isinstance(value, str | int | float | bool | None):
+    if not isinstance(found, str | int | float | bool | None):
         raise ValueError("not a value of JSON")
-    return value
+    return found
 
 
 def parse(node: yaml.Node, kind: object) -> Any:
     """The node's value with this type; Mismatch says what was expected."""
     try:
         return convert(tree(node), kind, _scalar)
-    except Twice as error:
-        again = printable(str(error), 80)
-        raise Mismatch(f"{describe(kind, full=True)}, each name once: `{again}` is given twice") from None
-    except (ValueError, RecursionError):
-        raise Mismatch(describe(kind, full=True) + _bad_item(node, kind)) from None
+    except (ValueError, RecursionError) as error:
+        again = f", each name once: `{printable(str(error), 80)}` is given twice" if isinstance(error, Twice) else ""
+        raise Mismatch(describe(kind, full=True) + (again or _bad_item(node, kind))) from None
 
 
 def _bad_item(node: yaml.Node, kind: object) -> str:

@@ -1,4 +1,4 @@
-"""Errors that mean that memory is used up, of the GPU or of the host: one place that knows them.
+"""Errors that mean that memory is used up, of the GPU or of the host, or another limit met: one place that knows them.
 
 A GPU has a class of error for it. The host has none: Python and numpy raise MemoryError, torch's allocator a plain
 RuntimeError, a mapped file or a new process an OSError, the loader of shared libraries an ImportError. Libraries wrap
@@ -20,8 +20,8 @@ MORE_ROOM = "raise `ulimit -v` or the container's limit, or end other programs"
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
-    """If this error, or one behind it, means that memory is used up: which, how much was asked for, and what to do.
-    None for all others, and for a UserError, which says by itself what to do."""
+    """If this error, or one behind it, means that memory (or files, or threads) are used up: which, how much was asked
+    for, and what to do. None for all others, and for a UserError, which says by itself what to do."""
     if isinstance(error, UserError):
         return None
     torch = sys.modules.get("torch")
@@ -31,6 +31,10 @@ def out_of_memory(error: BaseException | None) -> str | None:
             return f"out of GPU memory: {error};\n  {LOWER}, or {streams}"
         if isinstance(error, MemoryError) or cannot_map(error) or ALLOCATED.search(str(error)):
             return f"out of host memory{_asked(error)};\n  {LOWER}, {MORE_ROOM}"
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return f"too many files are open: raise `ulimit -n` ({error})"
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            return f"no more threads are allowed: raise `ulimit -u`, or the container's limits ({error})"
         error = error.__cause__ or error.__context__
     return None
 

@@ -3,25 +3,22 @@
     environment() -> a JSON-able dict            `keyhole env` prints it, a run stores it in run/env.json
     link_speed()  -> GB/s up, down, both ways    pinned copies of 64 MiB, the size of a block; about 0.1 s
 
-Link rates are in GB/s (10^9), as on data sheets; everything else is in bytes. torch is imported where needed.
-"""
+Link rates are in GB/s (10^9), as on data sheets; everything else is in bytes."""
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import time
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 import keyhole
 from keyhole.machine.host import cpu_count, host_memory, read_text
 from keyhole.machine.rates import WORKSPACE_BYTES, WORKSPACE_BYTES_9
-
-if TYPE_CHECKING:
-    import torch
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets")
 LINK_PROBE_BYTES = 64 * 2**20
@@ -44,10 +41,6 @@ def installed_version(name: str) -> str | None:
 
 def gpus() -> list[dict[str, Any]]:
     """Name, memory and capability of every visible CUDA device."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
     rows = []
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
@@ -57,28 +50,15 @@ def gpus() -> list[dict[str, Any]]:
     return rows
 
 
-def workspace_bytes(device: "torch.device") -> int:
+def workspace_bytes(device: torch.device) -> int:
     """The workspace that cuBLAS reserves per thread."""
-    import torch
-
     if device.type != "cuda":
         return 0
     return WORKSPACE_BYTES_9 if torch.cuda.get_device_capability(device)[0] >= 9 else WORKSPACE_BYTES
 
 
-def cuda_versions() -> dict[str, str | None]:
-    """CUDA of the torch build (None for a CPU build) and of the driver (None without one)."""
-    import torch
-
-    driver = read_text(Path("/proc/driver/nvidia/version")).partition("\n")[0]
-    words = [word for word in driver.split() if word[:1].isdigit() and "." in word]
-    return {"built_for": torch.version.cuda, "driver": words[0] if words else None}
-
-
-def copy_speed(copies: "list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]]", rounds: int) -> float:
+def copy_speed(copies: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]], rounds: int) -> float:
     """GB/s of copying (target, source) on its stream, in turn; all streams at once."""
-    import torch
-
     for repeat in (1, rounds):  # the first round is a warm-up
         torch.cuda.synchronize()
         begin_s = time.perf_counter()
@@ -92,8 +72,6 @@ def copy_speed(copies: "list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream
 
 def link_speed(rounds: int = 16) -> dict[str, float]:
     """Measured GB/s of pinned copies on the current CUDA device: up, down, and each way when both run."""
-    import torch
-
     host = [torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
     up = (device[0], host[0], torch.cuda.Stream())
@@ -105,18 +83,17 @@ def link_speed(rounds: int = 16) -> dict[str, float]:
 
 def triton_state() -> str:
     """Whether Triton kernels will be used, or why not."""
-    import torch
-
-    if importlib.util.find_spec("triton") is None:
-        return "not installed: the PyTorch references are used"
+    if installed_version("triton") is None:
+        return "the PyTorch references are used"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreted (TRITON_INTERPRET=1): for tests, slow"
     return "usable" if torch.cuda.is_available() else "installed, but no GPU: the references are used"
 
 
 def environment(*, measure_link: bool = False) -> dict[str, Any]:
-    """Everything above in one JSON-able dict; the link is measured only on request (and if there is a GPU)."""
-    found_gpus = gpus()
+    """Everything above in one JSON-able dict; the link is measured only on request (and if there is a GPU). cuda: that
+    of the torch build (None for a CPU build) and of the driver (None without one)."""
+    found_gpus, driver = gpus(), read_text(Path("/proc/driver/nvidia/version")).partition("\n")[0].split()
     link: dict[str, float] | str | None = None
     if measure_link and found_gpus:
         try:
@@ -128,7 +105,10 @@ def environment(*, measure_link: bool = False) -> dict[str, Any]:
         "os": platform.platform(),
         "cpu": {"name": cpu_name(), "cores": cpu_count()},
         "host_memory": asdict(host_memory()),
-        "cuda": cuda_versions(),
+        "cuda": {
+            "built_for": torch.version.cuda,
+            "driver": next((word for word in driver if word[:1].isdigit() and "." in word), None),
+        },
         "gpus": found_gpus,
         "triton": triton_state(),
         "link_gb_s": link,

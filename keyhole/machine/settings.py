@@ -11,10 +11,10 @@ If other code has changed the setting meanwhile, that value is kept. docs/proces
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 SEGMENTS = "expandable_segments"
 
@@ -70,8 +70,6 @@ def matmul_precision() -> Setting:
     """Whether float32 products may run in TF32: highest or high. torch refuses to name the value if other code has set
     another one by backend (torch.backends.fp32_precision = "tf32", as Transformers does for tf32=True): then it is the
     pair of the backends' values."""
-    import torch
-
     of_cpu: Any = torch.backends.mkldnn
     backends = (torch.backends.cuda.matmul, of_cpu.matmul)  # those that the one value sets
 
@@ -91,10 +89,8 @@ def matmul_precision() -> Setting:
 
 
 @cache
-def memory_fraction(device: "torch.device") -> Setting:
+def memory_fraction(device: torch.device) -> Setting:
     """The share of a GPU's memory that the process may allocate."""
-    import torch
-
     return Setting(
         lambda: torch.cuda.get_per_process_memory_fraction(device),
         lambda share: torch.cuda.set_per_process_memory_fraction(share, device),
@@ -105,8 +101,6 @@ def memory_fraction(device: "torch.device") -> Setting:
 def allocator() -> Setting:
     """PYTORCH_ALLOC_CONF. A change does not affect memory that is already reserved. PyTorch before 2.13 cannot report
     its value: there the environment's value is assumed until keyhole changes it."""
-    import torch
-
     write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     known = [os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""]
 
@@ -122,8 +116,6 @@ def allocator() -> Setting:
 @cache
 def compiler(module: str, name: str) -> Setting:
     """A setting of the compiler: `name` in `module`.config."""
-    from importlib import import_module
-
     config = import_module(f"{module}.config")
     return Setting(lambda: getattr(config, name), lambda value: setattr(config, name, value))
 
@@ -138,21 +130,13 @@ def expandable_segments(changes: Changes) -> None:
 
 
 @cache
-def stream_warning() -> Setting | None:
+def stream_warning() -> Setting:
     """Whether autograd warns if a gradient is computed on another stream than the one on which its parameter's node was
-    made; None if this version of torch does not have the setting."""
-    import torch
-
-    read = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", None)
-    write = getattr(torch._C, "_set_warn_on_accumulate_grad_stream_mismatch", None)
-    return None if read is None or write is None else Setting(read, write)
-
-
-def no_stream_warning(changes: Changes) -> None:
-    """For CUDA graphs that keep autograd graphs (model/backward/recorded.py): these hold the nodes of parameters, made
-    on the stream of the capture, and a later eager backward pass, which waits for that stream, would warn."""
-    if (setting := stream_warning()) is not None:
-        changes.set(setting, False)
+    made. CUDA graphs that keep autograd graphs (model/backward/recorded.py) hold the nodes of parameters, made on the
+    stream of the capture, and a later eager backward pass, which waits for that stream, would warn. A version of torch
+    without the setting does not warn."""
+    read = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", bool)
+    return Setting(read, getattr(torch._C, "_set_warn_on_accumulate_grad_stream_mismatch", lambda value: None))
 
 
 def _joined(*texts: str) -> str:

@@ -18,7 +18,7 @@ themes.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 
 from keyhole.pages.frame import dot
@@ -31,8 +31,8 @@ TICK_GAP = 52.0  # minimum distance between the centres of two numbers under the
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: x, y, and the minimum and maximum at each x. faint: the measured values, if y is their running mean.
-    dots: marks each point."""
+    """A curve of finite numbers: x, y, and the minimum and maximum at each x. faint: the measured values, if y is their
+    running mean. dots: marks each point."""
 
     name: str
     colour: int
@@ -108,16 +108,16 @@ class Axes:
 
 def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, baseline: float | None = None) -> str:
     """An <svg> element, and the names of its curves. baseline: a dashed line, for the model before training."""
-    series = [each for each in map(_finite, series) if each.x]
+    series = [each for each in series if each.x]
     x = [value for each in series for value in each.x]
     y = [value for each in series for value in (*each.y, *each.low, *each.high)]
-    y += [baseline] if baseline is not None and math.isfinite(baseline) else []
+    y += [] if baseline is None else [baseline]
     ends = [each.x[-1] for each in series]
     curves = any(len(each.x) > 1 for each in series)
     log = curves and min(x, default=0.0) > 0 and max(ends) / min(ends) >= LOG_FROM
     axes = Axes(x, y, log)
     body = _grid(axes, x_label, y_label)
-    if baseline is not None and math.isfinite(baseline):
+    if baseline is not None:
         at = f"{axes.y(baseline):.1f}"
         body.append(f'<line class="base" x1="{LEFT}" x2="{axes.right}" y1="{at}" y2="{at}"/>')
     body += [_band(axes, each) for each in series if each.low != each.high]
@@ -127,7 +127,7 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
         if len(each.faint) > 1
     ]
     body += [_curve(axes, each) for each in series]
-    if baseline is not None and math.isfinite(baseline):  # after the curves, so that none is drawn through it
+    if baseline is not None:  # after the curves, so that none is drawn through it
         body.append(f'<text class="tick over" x="{LEFT + 4}" y="{axes.y(baseline) - 4:.1f}">before training</text>')
     names = "".join(
         f"<li>{dot(each.colour)}{escape(each.name)}</li>"
@@ -136,14 +136,6 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
     )
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
     return svg + (f"<ul class='legend'>{names}</ul>" if names else "")
-
-
-def _finite(each: Series) -> Series:
-    """Without the points of which a number is not finite."""
-    columns = (each.x, each.y, each.low, each.high, each.faint)
-    good = [i for i in range(len(each.x)) if all(math.isfinite(column[i]) for column in columns if column)]
-    x, y, low, high, faint = ([column[i] for i in good] if column else [] for column in columns)
-    return replace(each, x=x, y=y, low=low, high=high, faint=faint)
 
 
 def _grid(axes: Axes, x_label: str, y_label: str) -> list[str]:

@@ -11,12 +11,13 @@ saves; a resumed run continues it.
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from keyhole.disk.json_text import finite
 from keyhole.report.entries import Entry, entries, is_test
 
 MOST = 300
-MOST_NAMES, LONGEST_NAME = 200, 80
+LONGEST_NAME = 80
 MOST_SECONDS, MOST_TOKENS = 1e9, 10**15  # largest plausible values of a step
 NO_CURVE = {"step", "epoch", "tokens", "seconds"}
 
@@ -53,16 +54,20 @@ class Curves:
     losses: list[tuple[int, float]] = field(default_factory=list)  # first and last step
     highest: dict[str, float] = field(default_factory=dict)
     recent: list[tuple[float, float]] = field(default_factory=list)  # tokens and seconds of the last steps
-    seen: set[str] = field(default_factory=set)  # names
 
     def add(self, entry: Entry) -> None:
         """Adds an entry of metrics.jsonl. Values that are not finite numbers are left out."""
-        step, numbers = entry["step"], self._numbers(entry)
+        step, found = entry["step"], {name: finite(value) for name, value in entry.items() if len(name) <= LONGEST_NAME}
+        numbers = {name: value for name, value in found.items() if value is not None}
         if is_test(entry):
             self.tests[step] = {name: value for name, value in numbers.items() if name.startswith("test_")}
             return
         if "loss" not in entry:
-            self._add_evaluation(step, numbers)
+            del numbers["step"]
+            self.evaluations.append((step, self.seconds, numbers))
+            if len(self.evaluations) > 2 * MOST:  # drop every other one of the older half
+                half = len(self.evaluations) // 2
+                self.evaluations = self.evaluations[:half:2] + self.evaluations[half:]
             return
         self.steps, self.last_step = self.steps + 1, step
         tokens = min(max(0, int(numbers.get("tokens", 0))), MOST_TOKENS)
@@ -74,27 +79,7 @@ class Curves:
         for name, value in numbers.items():
             self.highest[name] = max(value, self.highest.get(name, value))
         sums = {name: (1, value) for name, value in numbers.items() if name not in NO_CURVE}
-        self._add_point(Point(1, step, self.seconds, sums))
-
-    def _numbers(self, entry: Entry) -> dict[str, float]:
-        """The numbers of an entry, with valid names."""
-        found: dict[str, float] = {}
-        for name, value in entry.items():
-            number = finite(value)
-            known = name in self.seen or (len(self.seen) < MOST_NAMES and len(name) <= LONGEST_NAME)
-            if number is not None and known:
-                self.seen.add(name)
-                found[name] = number
-        return found
-
-    def _add_evaluation(self, step: int, numbers: dict[str, float]) -> None:
-        numbers = {name: value for name, value in numbers.items() if name != "step"}
-        self.evaluations.append((step, self.seconds, numbers))
-        if len(self.evaluations) > 2 * MOST:  # drop every other one of the older half
-            half = len(self.evaluations) // 2
-            self.evaluations = self.evaluations[:half:2] + self.evaluations[half:]
-
-    def _add_point(self, point: Point) -> None:
+        point = Point(1, step, self.seconds, sums)
         if self.points and self.points[-1].steps < self.width:
             self.points[-1] = self.points[-1].joined(point)
         else:
@@ -126,20 +111,20 @@ class Curves:
         return [seconds if over_time else float(step) for step, seconds, _ in own], [row[2][name] for row in own]
 
     @property
+    def late(self) -> tuple[float, float] | None:
+        """Tokens and seconds of a step, the means of the last steps, without the first step of the run."""
+        rows = self.recent[1:] if self.steps == len(self.recent) > 1 else self.recent
+        return (fmean(tokens for tokens, _ in rows), fmean(seconds for _, seconds in rows)) if rows else None
+
+    @property
     def pace(self) -> float | None:
-        """Tokens per second of the last steps, without the first step of the run."""
-        rows = self._late
-        seconds = sum(each for _, each in rows)
-        return sum(tokens for tokens, _ in rows) / seconds if seconds > 0 else None
+        """Tokens per second of the last steps."""
+        return self.late[0] / self.late[1] if self.late is not None and self.late[1] > 0 else None
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds per step of the last steps, without the first step of the run."""
-        return sum(each for _, each in self._late) / len(self._late) if self._late else None
-
-    @property
-    def _late(self) -> list[tuple[float, float]]:
-        return self.recent[1:] if self.steps == len(self.recent) > 1 else self.recent
+        """Seconds per step of the last steps."""
+        return None if self.late is None else self.late[1]
 
     def last(self, kind: str) -> dict[str, float]:
         """The numbers of the last evaluation ("eval"), or of the last test ("test")."""

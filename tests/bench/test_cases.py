@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.bench.cases import STREAMED, SYSTEMS, TABLES, Case, case_of, cut, for_models, ordered, read_tables, select
-from keyhole.bench.shapes import fitting_blocks
+from keyhole.bench.cases import STREAMED, SYSTEMS, TABLES, Case, case_of, for_models, ordered, read_tables, select
 from keyhole.errors import UserError
-from keyhole.machine.sizes import GIB
 from keyhole.model.weights.format import CODECS, PLAIN
 
 ZO = read_tables(TABLES / "zo.yaml")
@@ -120,14 +118,3 @@ def test_a_table_runs_on_other_models(table: str) -> None:
     assert all(c.companion("resident") in names for c in found if c.system == "streamed")
     with pytest.raises(UserError, match="3B"):
         for_models(ZO, ["3B"])
-
-
-def test_a_model_is_cut_alike_for_all_its_cases() -> None:
-    """By the widest format that one of them keeps it in; small models and stated blocks stay, and the cut is said."""
-    tables = for_models({"wire": ZO["wire"]}, ["1.3B", "66B"]) | {"giant": ZO["giant"]}
-    found, said = cut(tables, 60 * GIB)
-    blocks = {(c.model, c.dtype): c.blocks for c in found["wire"].cases}
-    assert blocks["66B", "bf16"] == blocks["66B", "fp16"] == fitting_blocks("66B", 4, 60 * GIB)  # wire: fp32
-    assert blocks["1.3B", "bf16"] is None and {c.blocks for c in found["giant"].cases} == {4}
-    assert len({c.blocks for c in found["wire"].cases if c.model == "66B"}) == 1
-    assert len(said) == 2 and all(f"66B in {d}: " in line for d, line in zip(("bf16", "fp16"), said, strict=True))

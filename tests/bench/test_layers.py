@@ -25,7 +25,7 @@ def test_a_quick_run(tmp_path: Path, capsys: Any) -> None:
     assert main(["bench", "layers", f"--out={tmp_path}", *how]) == 0
     found = json.loads(next(tmp_path.glob("*.json")).read_text())
     records = found["records"]
-    assert found["command"].startswith("keyhole bench layers --models Llama-7B,") and found["quick"]
+    assert "--models=Llama-7B," in found["command"] and found["quick"]
     assert [(r["case"]["model"], r["status"]) for r in records] == [(model, "ok") for model in MODELS]
     for r in records:
         assert set(r["parts"]) == set(r["floors"]) == set(PARTS)

@@ -3,7 +3,7 @@
 import pytest
 
 from keyhole.cli import main
-from keyhole.cli.arguments import refuse_setting_as_option, repeat_option, with_resume_value
+from keyhole.cli.arguments import refuse_other_style, repeat_option, with_resume_value
 from keyhole.errors import UserError
 
 RESUME = [
@@ -44,7 +44,7 @@ STYLES = [
 def test_settings_written_as_options_are_told_the_right_style(args: list[str], says: str) -> None:
     """The flag style of other trainers is answered with the exact word to write."""
     with pytest.raises(UserError) as caught:
-        refuse_setting_as_option(args, {"--resume", "--dry-run"})
+        refuse_other_style(args, {"--resume", "--dry-run"})
     assert says in str(caught.value)
 
 
@@ -61,7 +61,7 @@ def test_options_written_as_settings_are_told_the_right_style(capsys: pytest.Cap
 @pytest.mark.parametrize("args", [["c.yaml", "--resume"], ["c.yaml", "--nonsense"], ["--", "--seed", "3"]])
 def test_real_options_and_strangers_pass(args: list[str]) -> None:
     """Options of the verb, unknown words (typer's business) and everything after -- are left alone."""
-    assert refuse_setting_as_option(args, {"--resume"}) is None
+    assert refuse_other_style(args, {"--resume"}) is None
 
 
 TASKS = [

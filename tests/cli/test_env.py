@@ -33,7 +33,7 @@ def test_a_gpu_machine_is_printed_with_its_link() -> None:
     }
     text = "\n".join(f"{name:<13} {line}" for name, line in machine_lines(found))
     parts = ["triton        3.6, usable", "not installed", "16.0 GiB, 8.0 GiB available"]
-    parts += ["limit 4.0 GiB", "H200, 128.0 GiB", "50.0 GB/s each"]
+    parts += ["limit: 4.0 GiB", "H200, 128.0 GiB", "50.0 GB/s each"]
     for part in parts:
         assert part in text
     assert text.count("triton") == 1

@@ -22,8 +22,8 @@ def result(method: str, **values: Any) -> Result:
 
 
 def page(cells: list[Cell]) -> str:
-    comparison = Comparison(EVIL, EVIL, {EVIL: "dir"}, {EVIL: {}}, {EVIL: {}}, [0, 1], "out", words=(EVIL,))
-    return make_page(comparison, cells, {EVIL: {"batch_size": 3}}, ENVIRONMENT)
+    comparison = Comparison(EVIL, EVIL, {EVIL: "dir"}, {EVIL: {}}, {EVIL: {}}, [0, 1], "out", words=(EVIL,), text=EVIL)
+    return make_page(comparison, cells, ENVIRONMENT)
 
 
 def cells() -> list[Cell]:
@@ -52,7 +52,7 @@ def test_markdown_and_page_have_no_html_links_or_control_characters_of_names() -
     assert "<img" not in text and "&lt;img" in text and "\x1b" not in text and "![" not in text
     (row,) = [line for line in text.splitlines() if line.startswith("| &lt;") and line.endswith("failed |")]
     assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) == 3
-    assert "\x1b" not in make_page(comparison, made, {}, ENVIRONMENT)
+    assert "\x1b" not in make_page(comparison, made, ENVIRONMENT)
 
 
 @pytest.mark.parametrize("runs", [[result("a")], [result("a"), result("a", error="oh", test=None)]])
@@ -61,9 +61,9 @@ def test_a_mean_over_fewer_seeds_than_asked_for_is_marked(runs: list[Result]) ->
     comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"a": {}}, [0, 1], "out")
     made = Cell("m", "t", "a", (), "accuracy", 0.7, runs=runs, seeds=2)
     assert "| a | 70.0 (1 of 2 seeds) |" in to_markdown(comparison, [made])
-    assert "1 of 2 seeds" in make_page(comparison, [made], {}, ENVIRONMENT)
+    assert "1 of 2 seeds" in make_page(comparison, [made], ENVIRONMENT)
     made.seeds = 1
-    assert "1 seeds" not in to_markdown(comparison, [made]) + make_page(comparison, [made], {}, ENVIRONMENT)
+    assert "1 seeds" not in to_markdown(comparison, [made]) + make_page(comparison, [made], ENVIRONMENT)
 
 
 def test_warnings_of_runs_are_told() -> None:
@@ -87,7 +87,7 @@ def test_methods_with_one_number_lead_together_or_not_at_all() -> None:
             Cell("m", "t", name, (), "matthews", mean, runs=[result(name)])
             for name, mean in zip("abc", means, strict=True)
         ]
-        (said,) = re.findall(r"<p class='lead'>(.*?)</p>", make_page(comparison, made, {}, ENVIRONMENT))
+        (said,) = re.findall(r"<p class='lead'>(.*?)</p>", make_page(comparison, made, ENVIRONMENT))
         return said
 
     assert lead(0.0, 0.0, 0.0) == "<b>t</b>: no method leads, all 3 have 0.0 matthews."
@@ -100,7 +100,7 @@ def test_a_number_stands_under_its_own_task() -> None:
     comparison = Comparison("a", "a", {"m": "dir"}, {"s": {}, "t": {}, "u": {}}, {"x": {}}, [0], "out")
     made = [Cell("m", task, "x", (), "accuracy", 0.7, runs=[result("x")]) for task in "stu"]
     made += [Cell("m", task, "zero-shot", (), "accuracy", 0.5, runs=[result("zero-shot")]) for task in "tu"]
-    text, html = to_markdown(comparison, made), make_page(comparison, made, {}, ENVIRONMENT)
+    text, html = to_markdown(comparison, made), make_page(comparison, made, ENVIRONMENT)
     assert "| x | 70.0 | 70.0 | 70.0 | 70.0 |" in text and "| zero-shot | - | 50.0 | 50.0 |  |" in text
     assert html.count("<td class='mean'></td>") == 1 and html.count("<td class='mean'>70.0</td>") == 1
 
@@ -128,7 +128,7 @@ def test_the_mean_over_tasks_is_of_metrics_in_percent(
         Cell("m", task, "x", (), metric, None if metric is None else value)
         for task, metric, value in zip(tasks, metrics, values, strict=True)
     ]
-    text, html = to_markdown(comparison, made), make_page(comparison, made, {}, ENVIRONMENT)
+    text, html = to_markdown(comparison, made), make_page(comparison, made, ENVIRONMENT)
     first, _, row = next(part for part in text.split("\n\n") if part.startswith("| method")).splitlines()[:3]
     assert (first.split(" | ")[-1] == f"{heading} |") == (heading is not None) and ("mean" in first) == bool(heading)
     if heading is None:
@@ -143,9 +143,9 @@ def test_the_page_names_the_model_where_there_are_several() -> None:
     comparison = Comparison("a", "a", {"m": "dir", "n": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
     good, bad = result("x"), result("x", error="oh")
     made = [Cell(model, "t", "x", (), "matthews", 0.5, runs=[good], grid=[good, bad]) for model in "mn"]
-    html = make_page(comparison, made, {}, ENVIRONMENT)
+    html = make_page(comparison, made, ENVIRONMENT)
     for model in "mn":
         assert f"<b>t, {model}</b>: x leads" in html and f"<b>x</b> on t, {model}," in html
         assert html.count(f"<td class='left'>t, {model}</td>") == 2
     assert "<th class='left'>task</th>" in html, "above its column"
-    assert "t, m" not in make_page(comparison, made[:1], {}, ENVIRONMENT)
+    assert "t, m" not in make_page(comparison, made[:1], ENVIRONMENT)

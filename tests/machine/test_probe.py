@@ -18,7 +18,7 @@ def test_environment_is_json_and_complete() -> None:
 
 def test_triton_state_follows_the_interpreter_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRITON_INTERPRET=1 is said, because it makes everything slow."""
-    if probe.importlib.util.find_spec("triton") is None:
+    if probe.installed_version("triton") is None:
         pytest.skip("triton is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET=1" in probe.triton_state()

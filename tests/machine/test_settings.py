@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import keyhole
 from keyhole.errors import UserError
 from keyhole.machine import settings
-from keyhole.machine.settings import Changes, Setting, no_stream_warning, stream_warning
+from keyhole.machine.settings import Changes, Setting, stream_warning
 from tests.model.decoders import batch, config
 from tests.traced import IN_PLACE
 
@@ -175,8 +175,8 @@ def test_what_the_user_says_of_expandable_segments_counts() -> None:
 def test_autograds_warning_of_streams_is_put_back() -> None:
     """Off for recorded blocks that keep graphs, as long as their model is open."""
     setting, changes = stream_warning(), Changes()
-    assert setting is not None and setting.read() is True
-    no_stream_warning(changes)
+    assert setting.read() is True
+    changes.set(setting, False)
     assert setting.read() is False
     changes.put_back()
     assert setting.read() is True

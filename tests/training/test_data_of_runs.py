@@ -128,15 +128,6 @@ def test_auto_is_kept_and_resume_is_exact(make: Make, ragged: str, stopped_is_wh
     assert len(set(paddings)) == 1 and paddings[0][0].multiple == 16 and paddings[0][0].most is not None
 
 
-@pytest.mark.parametrize("kept", [["auto", 0, None], ["auto", 8], 8, ["x", 8, None], ["auto", True, None]])
-def test_an_edited_padding_is_refused(make: Make, kept: object) -> None:
-    """What no run could have written is named."""
-    from keyhole.config.data import data_settings
-
-    with pytest.raises(UserError, match="padding of the batches cannot be true"):
-        data_settings(make(), {"padding": kept})
-
-
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 

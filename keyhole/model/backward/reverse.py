@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.machine.settings import expandable_segments, no_stream_warning
+from keyhole.machine.settings import expandable_segments, stream_warning
 from keyhole.model.backward.activation_store import ActivationStore, KeptBlocks
 from keyhole.model.backward.attention import exact_attention
 from keyhole.model.backward.block_call import Compiled
@@ -93,7 +93,7 @@ class Reverse:
         if records and activations in ("block", "auto", *["none"] * bool(compiled)) and has_room(model, spare):
             self.recorded = RecordedBlocks(model, self.units_of, self.gradients, self.recompute, spare, self.kept)
             if self.kept is not None:
-                no_stream_warning(model.changes)
+                model.changes.set(stream_warning(), False)
         self.tape, self.hidden = Tape(self.store), list[Any]()
         self._longest = 0  # tokens of a row in this step
         for tensor in self.layout.tensors:
