@@ -34,12 +34,6 @@ push: --dry-run DIR ID --private
 env: --json
 demo: --output-dir
 bench:
-bench zo: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
-bench lomo: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
-bench lsp: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
-bench memory: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
-bench layers: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
-bench snapshots: --cases --only --models --host-memory --table --out --quick --steps --warm-up --time-limit --device
 bench lsp-bias: --out --quick --time-limit --device --model --batch --length --data --d --r --kinds
     --calibration --held-out --matrices
 config:
@@ -51,6 +45,8 @@ SURFACE = {
     verb.strip(): set(words.split())
     for verb, _, words in (line.partition(":") for line in SURFACE_TEXT.replace("\n    ", " ").strip().split("\n"))
 }
+BENCH = set("--cases --only --models --table --out --quick --steps --warm-up --time-limit --device".split())
+SURFACE |= {f"bench {verb}": BENCH for verb in ("zo", "lomo", "lsp", "memory", "layers", "snapshots")}
 
 
 def surface_of(command: Any, name: str = "") -> dict[str, set[str]]:
