@@ -1,8 +1,7 @@
 """The command line: `keyhole VERB ...`. A verb is a function here, and a line in the table below.
 
-    train.py    train, data             plan.py       plan
-    models.py   eval, chat, replay      pages.py      compare, report, push, demo
-    bench.py    bench                   config.py     config, env
+    train.py    train, data, plan       pages.py      compare, report, push, demo, config, env
+    models.py   eval, chat, replay      bench.py      bench
     arguments.py  what the verbs share: CONFIG, key=value, options with several values
 
 The command line computes nothing: a verb reads its arguments, calls the library and prints. Its imports are inside the
@@ -29,7 +28,7 @@ from typing import Any
 import typer
 
 import keyhole
-from keyhole.cli import arguments, bench, config, models, pages, plan, train
+from keyhole.cli import arguments, bench, models, pages, train
 from keyhole.errors import UserError, printable
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.ranks.join import refuse_several
@@ -48,7 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=train.TrainCommand)(train.train)
-app.command(cls=arguments.SettingsCommand)(plan.plan)
+app.command(cls=arguments.SettingsCommand)(train.plan)
 app.command(cls=arguments.SettingsCommand)(train.data)
 app.command(cls=models.EvalCommand)(models.eval)
 app.command(cls=arguments.SettingsCommand)(models.chat)
@@ -56,8 +55,8 @@ app.command(cls=arguments.SettingsCommand)(pages.compare)
 app.command(cls=arguments.SettingsCommand)(models.replay)
 app.command()(pages.report)
 app.command()(pages.push)
-app.command()(config.env)
-app.add_typer(config.app, name="config")
+app.command()(pages.env)
+app.add_typer(pages.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.command()(pages.demo)
 

@@ -71,16 +71,16 @@ def eval(
     names = tasks if harness is None else harness
     if names is None or not (tasks is None or harness is None) or not all(map(str.strip, names)):  # "$UNSET"
         raise UserError("--tasks or --harness: give one of them, and the names of tasks behind it")
-    given: dict[str, object] = {"task_data": task_data, "allow_code_execution": allow_code_execution or None}
+    used: dict[str, object] = {"task_data": task_data, "allow_code_execution": allow_code_execution or None}
     other: dict[str, object] = {"num_fewshot": num_fewshot, "include_path": include_path}
     other |= {"apply_chat_template": apply_chat_template or None}
-    where, keys = "--tasks", ["max_length", *OF_TASKS]
     if harness is not None:
-        given, other, where, keys = other, given, "--harness", ["max_length"]
+        used, other = other, used
     for key in (key for key, value in other.items() if value is not None):
+        where = "--tasks" if harness is None else "--harness"
         raise UserError(f"--{key.replace('_', '-')}: not used with {where}; leave it out")
-    settings = parse_placement(overrides, *keys)
-    settings |= {key: value for key, value in given.items() if value is not None}
+    settings = parse_placement(overrides, "max_length", *(OF_TASKS if harness is None else ()))
+    settings |= {key: value for key, value in used.items() if value is not None}
     check_model(directory)
     if harness is not None:
         with imports():

@@ -21,6 +21,7 @@ import re
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -193,7 +194,7 @@ class Execution:
 
     def _recall(self) -> None:
         """Reads the results of earlier runs of the plan; a damaged one is deleted."""
-        changed: dict[str, int] = {}
+        changed = Counter[str]()
         trials = [trial for group in self.groups for trial in group.trials.values()]
         for trial in (*self.untrained.values(), *trials):
             found, path = read_result(self.root, trial.id), path_of(self.root, trial.id)
@@ -201,14 +202,13 @@ class Execution:
                 self.say(f"{path}: damaged; this is done again")
                 remove(path)
             elif found is None and any(path.parent.glob(f"{trial.id.rpartition('-')[0]}*.json")):
-                changed[trial.task] = changed.get(trial.task, 0) + (trial.method != ZERO_SHOT)
+                changed[trial.task] += trial.method != ZERO_SHOT
             if found is None or found.kind == CRASH or found.error and (self.retry or trial.method == ZERO_SHOT):
                 continue
             self.results[trial.id] = found
-        for task, count in changed.items():
-            runs = "1 run is" if count == 1 else f"{count} runs are"
-            if count:
-                self.say(f"{task}: the data or the task file have changed since the last time; {runs} done again")
+        for task, count in (+changed).items():
+            again = f"{counted(count, 'run')} to do again"
+            self.say(f"{task}: the data or the task file have changed since the last time; {again}")
 
     def _trials(self) -> Iterator[Trial]:
         """The runs in order; the last part depends on the results of those before."""

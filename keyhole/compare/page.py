@@ -79,15 +79,11 @@ def _lead(cells: Sequence[Cell]) -> str:
 
 
 def _leader(best: Cell, cells: Sequence[Cell]) -> str:
-    """The leading method and its number; methods with the same rounded number lead together, or nobody does."""
-    trained = [cell for cell in cells if cell.mean is not None and cell.method != ZERO_SHOT]
-    value = number(best.metric, best.mean)
+    """The leading methods and their number; those with the same rounded number lead together."""
+    trained, value = [cell for cell in cells if cell.method != ZERO_SHOT], number(best.metric, best.mean)
     equal = [cell.method for cell in trained if number(cell.metric, cell.mean) == value]
-    if len(equal) == 1:
-        return f"{escape(best.method)} leads with {escape(shown(best))}"
-    if len(equal) == len(trained):
-        return f"no method leads, all {len(equal)} have {escape(value)}"
-    return f"{escape(', '.join(equal[:-1]))} and {escape(equal[-1])} lead with {escape(value)}"
+    leads = f"leads with {shown(best)}" if len(equal) == 1 else f"lead with {value}"
+    return escape(f"{' and '.join(equal)} {leads}")
 
 
 def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:

@@ -91,13 +91,12 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
         fixed |= {} if "method" in base else {"method": method}
         fixed |= {} if "task" in base or "train_data" in base else {"task": task}
         base |= text_entries(fixed)
-        trials, points = {}, []
+        trials: dict[tuple[Point, int], Trial] = {}
         source = f"{comparison.source}: {method} on {task}"
         empty = [key for key, entry in base.items() if _is_grid(key, entry.node) and not entry.node.value]
         no_grid = "an empty list is no grid; write a value, or leave the key out"
         refuse(source, [Finding(key, no_grid, base[key].where) for key in empty])
         for point, entries in _points(base):
-            points.append(point)
             for seed in comparison.seeds:
                 config, found = build_config(entries | text_entries({"seed": str(seed)}), source)
                 warnings |= dict.fromkeys(f"{method} on {task}: {text}" for text in found)
@@ -105,21 +104,20 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
                 run = f"{name}-{settings_hash(config, model_hash(config.model))}"
                 config = replace(config, output_dir=str(Path(comparison.output_dir) / "runs" / run))
                 trial = Trial(model, task, method, point, seed, config, run)
-                # 1e-5 and 0.00001, or two values of a setting that does not affect results
-                if seen.setdefault(run, trial) is not trial and len({*points}) == len(points):
+                # a value twice, 1e-5 and 0.00001, or two values of a setting that does not affect results
+                if seen.setdefault(run, trial) is not trial:
                     raise UserError(
                         f"{comparison.source}: {seen[run].label} and {trial.label} are one run: all settings that "
                         "change its numbers are the same; leave one of them out"
                     )
                 trials[point, seed] = trial
+        points = tuple(dict.fromkeys(point for point, _ in trials))
         if len(points) > 1 and not chooses:
             raise UserError(
                 f"{comparison.source}: {method} on {task}: num_dev=0 leaves nothing to choose one of {len(points)} "
                 "points of the grid by (test never chooses); set num_dev, or one value for each setting"
             )
-        if len(set(points)) < len(points):
-            raise UserError(f"{comparison.source}: {method}: a grid names one value twice")
-        groups.append(Group(model, task, method, tuple(points), trials))
+        groups.append(Group(model, task, method, points, trials))
     return groups, list(warnings)
 
 

@@ -122,13 +122,13 @@ def build_config(
 def _renamed(entries: dict[str, LocatedNode], faults: list[Finding], warnings: list[str]) -> dict[str, LocatedNode]:
     """The entries by their names of today; the command line goes before the file under either name. One of the section
     of another method is dropped, as that section is."""
-    found = {key: entry for key, entry in entries.items() if key not in RENAMED}
     method = entries["method"].node.value if "method" in entries else None
     own = METHODS[method].section if isinstance(method, str) and method in METHODS else None
+    found = {key: entry for key, entry in entries.items() if key not in RENAMED}
     for key in [key for key in entries if key in RENAMED]:
-        entry, new, of = entries[key], RENAMED[key], key.partition(".")[0]
-        typed, beside = entry.where == COMMAND_LINE, entries.get(new)
-        if own is not None and of not in (own, "offload"):
+        entry, new, beside = entries[key], RENAMED[key], entries.get(RENAMED[key])
+        typed = entry.where == COMMAND_LINE
+        if own is not None and not key.startswith((f"{own}.", "offload.")):
             warnings.append(str(Finding(key, f"has no effect: the method is {method}", entry.where)))
         elif beside is not None and (beside.where == COMMAND_LINE) == typed:
             faults.append(Finding(key, f"is `{new}` now, which is given too; leave this one out", entry.where))

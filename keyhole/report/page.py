@@ -15,7 +15,7 @@ from keyhole.pages.chart import Series, chart, noisy
 from keyhole.pages.frame import charts, choice, header, page, section
 from keyhole.report.curves import Curves
 from keyhole.report.parts import STYLE, answers, data, decisions, environment, events, memory_and_pace, step_time
-from keyhole.report.story import DONE, FAILED, RUNNING, STOPPED, View
+from keyhole.report.story import DONE, RUNNING, View
 
 REFRESH_S = 30
 TRAIN, EVAL = 0, 1  # colours
@@ -69,8 +69,7 @@ def lead(view: View) -> str:
     elif story.state in (DONE, ""):
         said = f"<b>{'Done' if story.state else 'Read'}</b>: {curves.last_step:,} steps in {duration(curves.seconds)}."
     else:
-        word = {STOPPED: "Stopped", FAILED: "Failed"}.get(story.state, story.state)
-        said = f"<b>{escape(word)}</b> at {place}."
+        said = f"<b>{escape(story.state.capitalize())}</b> at {place}."
     if story.outcome:
         said += f" {escape(story.outcome)}"
     if curves.losses:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from keyhole.cli import main
-from keyhole.cli.config import machine_lines
+from keyhole.cli.pages import machine_lines
 
 
 def test_env_as_text_and_json(capsys: Any) -> None:

@@ -98,7 +98,7 @@ def test_the_hash_knows_what_changes_numbers(tmp_path: Path) -> None:
         (("models: [demo]", "model: demo"), "line 2: model: unknown key; models are compared: write `models: "),
         (("models: [demo]", "models: [[demo]]"), "models: found a list"),
         (("adamw: {learning_rate: [1e-5, 2e-3]}", "adamw: 3"), "line 5: found `3`, expected settings"),
-        (("[1e-5, 2e-3]", "[1e-5, 1e-5]"), "adamw: a grid names one value twice"),
+        (("[1e-5, 2e-3]", "[1e-5, 1e-5]"), "learning_rate=1e-5, seed 0 are one run"),
         (("[1e-5, 2e-3]", "[1e-5, 0.00001]"), "learning_rate=1e-5, seed 0 and .*=0.00001, seed 0 are one run"),
         (("[1e-5, 2e-3]", "1e-5, logging_steps: [1, 2]"), "logging_steps=1, seed 0 and .*=2, seed 0 are one run"),
         (

@@ -78,8 +78,8 @@ def test_warnings_of_runs_are_told() -> None:
     assert html.count(head) == html.count(rise) == 1 and "2 runs: warning: head" in html
 
 
-def test_methods_with_one_number_lead_together_or_not_at_all() -> None:
-    """0.0 and 0.0 is no lead; equal is what is published as equal."""
+def test_methods_with_one_number_lead_together() -> None:
+    """Equal is what is published as equal."""
     comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
 
     def lead(*means: float) -> str:
@@ -90,7 +90,7 @@ def test_methods_with_one_number_lead_together_or_not_at_all() -> None:
         (said,) = re.findall(r"<p class='lead'>(.*?)</p>", make_page(comparison, made, ENVIRONMENT))
         return said
 
-    assert lead(0.0, 0.0, 0.0) == "<b>t</b>: no method leads, all 3 have 0.0 matthews."
+    assert lead(0.0, 0.0, 0.0) == "<b>t</b>: a and b and c lead with 0.0 matthews."
     assert lead(0.2, 0.51234, 0.51235) == "<b>t</b>: b and c lead with 51.2 matthews."
     assert lead(0.2, 0.5, 0.4) == "<b>t</b>: b leads with 50.0 matthews."
 
