@@ -9,8 +9,7 @@ as finished.
                drawn, a loss that has risen, a gradient of 0
 
 A failed run has `error` instead. Its kind decides what happens next time: `refused` (a mistake in settings or data,
-NaN, out of memory) would fail again and is not repeated; `crash` is tried again. A file of results ends with a checksum
-of the rest (`crc`), so that a damaged digit never becomes a number of the table.
+NaN, out of memory) would fail again and is not repeated; `crash` is tried again.
 
 comparison.json marks the directory as written by `keyhole compare`: only such a directory, or a new or empty one, is
 used. It also holds the day on which the comparison began, which chat templates that print the date get in every run, so
@@ -19,7 +18,6 @@ that runs of different days train on the same tokens.
 
 import datetime
 import json
-import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,7 +35,6 @@ from keyhole.training.validation import Judge, Selection, common_metric, value_o
 
 MOST_BYTES, MOST_LOG_BYTES, MOST_MARKER_BYTES = 2**24, 2**26, 2**20
 MARKER, FORMAT = "comparison.json", 1
-CHECKSUM = "crc"
 WARNINGS = ("warning: head: ", "warning: the loss has risen")
 REFUSED, CRASH = "refused", "crash"
 
@@ -135,22 +132,18 @@ def path_of(root: Path, run: str) -> Path:
 
 def write_result(root: Path, result: Result) -> None:
     """Marks a run as finished."""
-    path, content = path_of(root, result.id), asdict(result)
     with writing_to(root):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        check = zlib.crc32(json_text(content).encode())
-        write_text(path, json_text(content | {CHECKSUM: check}, indent=1) + "\n")
+        path_of(root, result.id).parent.mkdir(parents=True, exist_ok=True)
+        write_text(path_of(root, result.id), json_text(asdict(result), indent=1) + "\n")
 
 
 def read_result(root: Path, run: str) -> Result | None:
-    """The result of a finished run; None if there is none, or if it has invalid values or another checksum."""
+    """The result of a finished run; None if there is none, or if it has invalid values."""
     try:
-        content = json.loads(read_small(path_of(root, run), MOST_BYTES))
-        check = content.pop(CHECKSUM)
-        made: Result = decode(content, Result)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        made: Result = decode(json.loads(read_small(path_of(root, run), MOST_BYTES)), Result)
+    except (OSError, ValueError, RecursionError):
         return None
-    return made if made.id == run and check == zlib.crc32(json_text(content).encode()) else None
+    return made if made.id == run else None
 
 
 def inspect(root: Path) -> str:

@@ -77,11 +77,11 @@ def make_page(views: Sequence[View], place: Path) -> str:
     methods = ", ".join(dict.fromkeys(view.story.method for view in views if view.story.method))
     count = counted(len(views), "run")
     title = f"{count} side by side" if len(views) > 1 else views[0].title
-    known = [(view.curves.last("eval")["eval_loss"], view) for view in views if "eval_loss" in view.curves.last("eval")]
+    known = [(found["eval_loss"], view) for view in views if "eval_loss" in (found := view.curves.result("eval")[1])]
     lead = "Each as far as it has come."
     if len(known) > 1:
         loss, best = min(known, key=lambda one: one[0])
-        lead = f"The lowest held-out loss at the last evaluation is <b>{loss:.4f}</b>, of <b>{escape(best.name)}</b>."
+        lead = f"The lowest held-out loss is <b>{loss:.4f}</b>, of <b>{escape(best.name)}</b>."
     panels = [(a.choice, _charts(views, colours, a)) for a in both_ways([view.curves for view in views])]
     parts = [
         header("keyhole report", title, lead, [methods] if methods else []),

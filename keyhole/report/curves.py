@@ -126,18 +126,12 @@ class Curves:
         """Seconds per step of the last steps."""
         return None if self.late is None else self.late[1]
 
-    def last(self, kind: str) -> dict[str, float]:
-        """The numbers of the last evaluation ("eval"), or of the last test ("test")."""
-        if kind == "test":
-            return self.tests[max(self.tests)] if self.tests else {}
-        return self.evaluations[-1][2] if self.evaluations else {}
-
     def result(self, kind: str) -> tuple[int, dict[str, float]]:
-        """Step and numbers of the last test, or of the evaluation at that step, whose weights are the run's result;
-        without a test, of the last evaluation."""
-        tested = max(self.tests, default=None)
+        """Step and numbers of the last test ("test"), or of the evaluation ("eval") at that step, whose weights are the
+        run's result; without a test, of the last evaluation."""
+        tested = max(self.tests, default=0)
         if kind == "test":
-            return tested or 0, self.last(kind)
+            return tested, self.tests.get(tested, {})
         rows = [row for row in self.evaluations if row[0] == tested] or self.evaluations
         return (rows[-1][0], rows[-1][2]) if rows else (0, {})
 

@@ -77,12 +77,11 @@ def lead(view: View) -> str:
         said += f" Loss{' over candidates' if view.by_candidates else ''} <b>{before:.4f}</b> at step {first:,}"
         said += f", <b>{after:.4f}</b> at step {last:,}." if last > first else "."
     for kind, word in (("eval", "Dev"), ("test", "Test")):
-        numbers = shown_metrics(curves.last(kind), kind)
-        if kind == "test" and curves.last_step > (step := curves.result(kind)[0]) > 0:
-            word = f"Test of step {step:,}"
+        step, found = curves.result(kind)
+        numbers, of_step = shown_metrics(found, kind), f" of step {step:,}" if curves.last_step > step > 0 else ""
         if view.by_candidates and numbers.startswith("loss "):
             numbers = numbers.replace("loss", "loss per token", 1)
-        said += f" {word}: <b>{escape(numbers)}</b>." if numbers else ""
+        said += f" {word}{of_step}: <b>{escape(numbers)}</b>." if numbers else ""
     return said
 
 

@@ -63,7 +63,7 @@ def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "<a href='runs/b/run/report.html'>b</a>" in page and "runs/a/run" not in page
     heads = re.findall(r"<th class='left'>(\w+)</th>", page.partition("Settings that differ")[2])
     assert heads == ["method", "seed", "max_steps"]
-    assert "lowest held-out loss at the last evaluation is <b>1.5000</b>, of <b>b</b>" in page
+    assert "lowest held-out loss is <b>1.5000</b>, of <b>b</b>" in page
     assert page.count('<polyline class="line c0') == page.count('<polyline class="line c1') > 0
 
 
@@ -81,7 +81,7 @@ def test_dev_and_test_are_of_one_step(tmp_path: Path) -> None:
     told = cells(read_view(run))
     assert told[6:8] == ["step 1: loss 2.5000, score 40.0, x_f1 20.0, x_accuracy 40.0", "step 1: x_f1 10.0, score 70.0"]
     said = run_page.lead(read_view(run))
-    assert "Dev: <b>loss 1.5000, score 30.0" in said and "Test of step 1: <b>x_f1 10.0" in said
+    assert "Dev of step 1: <b>loss 2.5000, score 40.0" in said and "Test of step 1: <b>x_f1 10.0" in said
     (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries[:4]))
     assert cells(read_view(run))[6:8] == ["loss 1.5000, score 30.0, x_f1 10.0, x_accuracy 30.0", "-"]
 

@@ -49,7 +49,7 @@ def test_evaluations_and_tests_are_kept_apart() -> None:
     curves.add({"step": 2, "test_accuracy": 0.5, "test_questions": 8})
     assert curves.evaluation("eval_accuracy", over_time=True) == ([1.0], [0.75])
     assert curves.evaluation("eval_accuracy", over_time=False) == ([2.0], [0.75])
-    assert curves.last("test")["test_accuracy"] == 0.5 and curves.last("eval")["eval_loss"] == 1.5
+    assert curves.result("test")[1]["test_accuracy"] == 0.5 and curves.result("eval")[1]["eval_loss"] == 1.5
     assert curves.steps == 2
 
 
