@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from keyhole.bench.cases import TABLES, Case
 from keyhole.bench.shapes import LLAMA, llama_config
-from keyhole.bench.step_tables import Line
 from keyhole.bench.steps import own_products_s
 from keyhole.cli import main
 from tests.traced import IN_PLACE
@@ -75,14 +74,6 @@ def test_a_table_of_the_user_s_own(tmp_path: Path) -> None:
     path.write_text(f"mine: {{each: {{dtype: fp32}}, cases: [{rows}]}}")
     records, page = run("lomo", path, tmp_path)
     assert list(records) == ["torch", "ours"] and "vs Adagrad" in page
-
-
-def test_the_link_s_floor_is_the_time_of_the_bytes_that_crossed() -> None:
-    """Twice as many up as down: the half that nothing meets goes at the rate of that way alone."""
-    case = Case("Llama-7B", "streamed", "lomo", compare="7B lomo")
-    moved = {"bytes_up": 20 * 10**9, "bytes_down": 10 * 10**9, "link": {"up": 50.0, "down": 50.0, "duplex": 40.0}}
-    line = Line(case, {"step_s": 0.5, "tokens": 1} | moved, {"7B lomo": {"step_s": 0.3}})
-    assert line.floor == (0.4, "link")  # 20 GB at 50 GB/s; 10 GB both ways take 0.25 s
 
 
 @pytest.mark.parametrize(("activations", "each"), [("none", 6), ("block", 8)])

@@ -7,7 +7,6 @@ import pytest
 
 from keyhole.bench.cases import Case
 from keyhole.bench.process import Job, Measure, make_job, run_apart
-from keyhole.bench.steps import measure_steps
 from keyhole.errors import UserError
 from tests.bench.idle_worker import die, lose_the_context, measure_nothing
 
@@ -27,14 +26,6 @@ def test_a_worker_reports_back() -> None:
     assert machine["kind"] == "machine" and machine["device"] == "cpu" and machine["versions"]["torch"]
     assert [r["name"] for r in records] == [case.name for case in CASES]
     assert [r["measured"] for r in records] == ["resident", "streamed"]
-
-
-@pytest.mark.slow
-def test_steps_are_timed_in_a_worker() -> None:
-    """The same bits from both placements."""
-    records = [r for r in run(4e9, measure_steps) if r["kind"] == "case"]
-    assert [r["status"] for r in records] == ["ok", "ok"] and len(records[0]["losses"]) == 2
-    assert records[0]["losses"] == records[1]["losses"]
 
 
 def test_a_worker_that_dies_leaves_errors_not_silence() -> None:

@@ -66,21 +66,6 @@ def test_a_failing_case_costs_only_itself(tmp_path: Path, monkeypatch: Any) -> N
     assert [r["status"] for r in found["records"]] == ["error", "ok"] and "no such luck" in markdown
 
 
-def test_the_time_limit_skips_what_would_begin_later(tmp_path: Path) -> None:
-    """A limit that has passed runs nothing, and says so."""
-    found, markdown = quick(tmp_path, "--cases=giant", "--time-limit=-1")
-    assert [r["status"] for r in found["records"]] == ["skipped"] * 3 and "time limit" in markdown
-
-
-def test_tables_of_the_user_s_own(tmp_path: Path) -> None:
-    """A file of cases instead of the shipped ones."""
-    path = tmp_path / "own.yaml"
-    path.write_text("mine: {title: My cases, cases: [{model: 2.7B, dtype: fp32, system: resident}]}")
-    found, markdown = quick(tmp_path, f"--table={path}", "--cases=mine")
-    assert [r["name"] for r in found["records"]] == ["2.7B-fp32-b1-resident"]
-    assert "## My cases" in markdown and f"--table={path}" in found["command"]
-
-
 @pytest.mark.parametrize(
     "args", [("--cases=nothing",), ("--device=cpu",), ("--device=tpu", "--quick"), ("--quick", "--table=no.yaml")]
 )

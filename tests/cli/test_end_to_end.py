@@ -44,20 +44,6 @@ def test_train_with_every_method(config: Path, method: str, capsys: Any) -> None
     assert stored == load_config(config, [f"method={method}"])[0] and warnings == []
 
 
-def test_a_model_in_bin_files_trains_and_resumes(config: Path, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
-    """As facebook/opt-13b is published: the run, its journal and its resume are those of the same safetensors."""
-    old = shutil.copytree(tiny_model, tmp_path / "old")
-    torch.save(load_file(old / "model.safetensors"), old / "pytorch_model.bin")
-    (old / "model.safetensors").unlink()
-    weights = []
-    for model in (old, tiny_model):
-        words = [f"model={model}", f"output_dir={tmp_path / ('out-' + model.name)}"]
-        assert main(["train", str(config), *words, "max_steps=2", "lr_scheduler_type=constant"]) == 0
-        assert main(["train", str(config), *words, "--resume", "lr_scheduler_type=constant"]) == 0
-        weights.append((tmp_path / f"out-{model.name}" / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-
-
 def test_resume_goes_on(config: Path, capsys: Any) -> None:
     """`--resume` alone finds the last checkpoint; without it a used directory is refused."""
     assert main(["train", str(config), "max_steps=2", "lr_scheduler_type=constant"]) == 0
@@ -92,14 +78,20 @@ def not_weights(model: Path) -> None:
 
 
 def coded(model: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     found = {name: (50 * w).to(torch.int8) for name, w in load_file(model / "model.safetensors").items()}
     save_file(found, model / "model.safetensors", metadata={"format": "pt"})
 
 
+def without_blocks(model: Path) -> None:
+    text = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(text | {"num_hidden_layers": 0}))
+
+
 DAMAGED = {"truncated": (truncated, "model.safetensors cannot be read"), "other shapes": (reshaped, "config.json says")}
 DAMAGED |= {"no readable weights": (not_weights, "pytorch_model.bin"), "whole numbers": (coded, "codes of quantised")}
+DAMAGED |= {"no blocks": (without_blocks, "would have no blocks: the number of layers in its config")}
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -182,6 +174,8 @@ BAD = {
     "resume from nowhere": (lambda t, m: [f"--resume={t / 'checkpoint-9'}"], "checkpoint-9"),
     "format does not fit": (lambda t, m: ["data_format=messages"], "messages"),
     "too long": (lambda t, m: ["max_length=3", "overlong=error"], "max_length=3"),
+    "no such layer": (lambda t, m: ["--dry-run", "method=lora", "lora.target_modules=[nope]"], "is called 'nope'"),
+    "rank beyond": (lambda t, m: ["--dry-run", "method=lomo-lora", "lomo_lora.r=9999"], "Set r to "),
     "no such GPU": (lambda t, m: ["device=cuda:99"], "cuda"),
 }
 
@@ -257,23 +251,6 @@ def test_a_model_that_host_memory_cannot_hold_is_refused(
     assert "damaged" not in message and "Traceback" not in message
 
 
-@pytest.mark.parametrize("layers", [0, -3])
-def test_a_model_without_blocks_is_refused(
-    tmp_path: Path, config: Path, tiny_model: Path, capsys: Any, layers: int
-) -> None:
-    """By a run, its dry run and an evaluation: Transformers builds one, and calls the blocks of the files unused."""
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    known = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(known | {"num_hidden_layers": layers}))
-    run = ["train", str(config), f"model={model}"]
-    for words in (run, [*run, "--dry-run"], ["eval", str(model), "--tasks", "demo", "device=cpu"]):
-        assert main(words) == 2
-        assert (
-            f"would have no blocks: the number of layers in its config (num_hidden_layers, n_layer) is {layers};"
-            in (capsys.readouterr().err)
-        )
-
-
 def start_block(printed: str) -> list[str]:
     """The lines about what is trained and what is frozen."""
     lines = [line.strip() for line in printed.splitlines()]
@@ -295,17 +272,3 @@ def test_a_dry_run_says_what_the_run_will_train(name: str, tmp_path: Path, capsy
     dry = start_block(capsys.readouterr().out)
     assert main([*words, *OUTLINED[name]]) == 0
     assert start_block(capsys.readouterr().out) == dry and len(dry) == 12
-
-
-@pytest.mark.parametrize("method", ["lora", "lomo-lora"])
-@pytest.mark.parametrize(("setting", "says"), [("target_modules=[nope]", "is called 'nope'"), ("r=65", "Set r to 64")])
-def test_a_dry_run_refuses_adapters_as_the_run_does(
-    method: str, setting: str, says: str, tmp_path: Path, capsys: Any
-) -> None:
-    """Names that no layer has, and a rank beyond both sides of every matrix, in the same words."""
-    words = ["train", "model=demo", "train_data=demo", "max_steps=1", "device=cpu", f"output_dir={tmp_path / 'out'}"]
-    words += [f"method={method}", f"{METHODS[method].section}.{setting}"]
-    assert main([*words, "--dry-run"]) == 2
-    dry = capsys.readouterr().err
-    assert main(words) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == dry.splitlines()[-1] and says in dry

@@ -113,7 +113,7 @@ def compare() -> str:
             Cell(LONG, "sst2", method, chosen, "accuracy", 0.7, 0.01, "accuracy", 0.8, 9.0, one.gpu_gib, [one], [one])
         )
     comparison = Comparison("t" * 80, "source", {LONG: "dir"}, {"sst2": {}}, dict.fromkeys(METHODS, {}), [0], "out")
-    return compare_page.make_page(comparison, cells, {"zo": {"batch_size": 3}}, ENVIRONMENT)
+    return compare_page.make_page(comparison, cells, ENVIRONMENT)
 
 
 def short() -> str:

@@ -82,20 +82,3 @@ def test_a_page_shows_itself(browser: Any, tmp_path: Path, name: str, width: int
     finally:
         context.close()
     assert trouble == [] and set(asked) == {file.as_uri()}
-
-
-def test_the_page_of_a_real_run(browser: Any, tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
-    """What `keyhole train` has written opens in the same way."""
-    from keyhole.config import TrainConfig, resolve
-    from keyhole.training.start import train
-
-    made = {"model": str(tiny_model), "train_data": str(tiny_data), "eval_data": str(tiny_data), "device": "cpu"}
-    made |= {"output_dir": str(tmp_path / "out"), "method": "zo", "max_steps": 4, "eval_steps": 2, "batch_size": 4}
-    assert train(resolve(TrainConfig(**made, placement="stream"))[0]) == 0
-    page, asked = browser.new_page(viewport={"width": PHONE, "height": 844}), []
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto((tmp_path / "out" / "run" / "report.html").as_uri())
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE and page.evaluate(OVERLAPS) == []
-    assert page.locator(".tokens .on").count() > 0 and "Done" in page.locator(".lead").inner_text()
-    assert len(asked) == 1
-    page.close()
