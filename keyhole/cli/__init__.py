@@ -22,13 +22,15 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 import keyhole
-from keyhole.cli import arguments, bench, models, pages, train
+from keyhole.cli import bench, models, pages, train
+from keyhole.cli.arguments import SettingsCommand
 from keyhole.errors import UserError, printable
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.ranks.join import refuse_several
@@ -46,19 +48,23 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=train.TrainCommand)(train.train)
-app.command(cls=arguments.SettingsCommand)(train.plan)
-app.command(cls=arguments.SettingsCommand)(train.data)
-app.command(cls=models.EvalCommand)(models.eval)
-app.command(cls=arguments.SettingsCommand)(models.chat)
-app.command(cls=arguments.SettingsCommand)(pages.compare)
-app.command(cls=arguments.SettingsCommand)(models.replay)
-app.command()(pages.report)
-app.command()(pages.push)
-app.command()(pages.env)
+VERBS: dict[Callable[..., None], type[TyperCommand]] = {
+    train.train: train.TrainCommand,
+    train.plan: SettingsCommand,
+    train.data: SettingsCommand,
+    models.eval: models.EvalCommand,
+    models.chat: SettingsCommand,
+    pages.compare: SettingsCommand,
+    models.replay: SettingsCommand,
+    pages.report: TyperCommand,
+    pages.push: TyperCommand,
+    pages.env: TyperCommand,
+    pages.demo: TyperCommand,
+}
+for verb, kind in VERBS.items():
+    app.command(cls=kind)(verb)
 app.add_typer(pages.app, name="config")
 app.add_typer(bench.app, name="bench")
-app.command()(pages.demo)
 
 
 @app.callback(invoke_without_command=True)

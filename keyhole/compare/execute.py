@@ -31,9 +31,8 @@ import torch
 
 from keyhole.checkpoint import select
 from keyhole.compare.file import ZERO_SHOT, Comparison
-from keyhole.compare.kept import Kept, questions
 from keyhole.compare.page import make_page
-from keyhole.compare.plan import Group, Trial, plan, with_data
+from keyhole.compare.plan import Group, Kept, Trial, plan, questions, with_data
 from keyhole.compare.result import (
     CRASH,
     MARKER,
@@ -158,9 +157,8 @@ class Execution:
             of_task = [each for each in self.groups if (each.model, each.task) == place]
             wires = [other.config.wire for each in of_task for other in each.trials.values()]
             config, values = replace(trial.config, wire=None if None in wires else wires[0]), asdict(trial.config)
-            told: list[object] = [self.kept.model_hash(config.model) or config.model, *map(values.get, OF_UNTRAINED)]
-            told += [questions(self.kept.load_data(data_settings(config)))]
-            told += [config.wire] if config.wire is not None else []
+            told = [self.kept.model_hash(config.model) or config.model, *map(values.get, OF_UNTRAINED), config.wire]
+            told.append(questions(self.kept.load_data(data_settings(config))))
             digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=6).hexdigest()
             run = f"{trial.id.rsplit('-', 2)[0]}-{ZERO_SHOT}-{digest}"
             found[place] = replace(trial, method=ZERO_SHOT, point=(), config=config, id=run)

@@ -30,7 +30,9 @@ def out_of_memory(error: BaseException | None) -> str | None:
             streams = "set placement=stream (in training, with a method that streams, such as zo)"
             return f"out of GPU memory: {error};\n  {LOWER}, or {streams}"
         if isinstance(error, MemoryError) or cannot_map(error) or ALLOCATED.search(str(error)):
-            return f"out of host memory{_asked(error)};\n  {LOWER}, {MORE_ROOM}"
+            found, told = ASKED.search(str(error)), f": {error}" if str(error) else ""
+            asked = f": {about(int(found[1]))} more were asked for, in one piece" if found else told
+            return f"out of host memory{asked};\n  {LOWER}, {MORE_ROOM}"
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return f"too many files are open: raise `ulimit -n` ({error})"
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
@@ -43,9 +45,3 @@ def cannot_map(error: BaseException) -> bool:
     """Whether the system had no memory, or no addresses, for a file, a library or a process."""
     by_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
     return by_number or MAPPED.search(str(error)) is not None
-
-
-def _asked(error: BaseException) -> str:
-    if found := ASKED.search(str(error)):
-        return f": {about(int(found[1]))} more were asked for, in one piece"
-    return f": {error}" if str(error) else ""

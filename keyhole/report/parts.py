@@ -52,27 +52,21 @@ def size(count: float) -> str:
 def memory_and_pace(story: Story, curves: Curves) -> str:
     """Planned beside measured: memory of the device by its parts, host memory, seconds of a step."""
     plan, measured = story.planned, story.measured
-    device: list[tuple[str, float | None, dict[str, float]]]
-    device = [("GPU, planned", plan.device_bytes, plan.parts), ("GPU, measured", measured.get("device_bytes"), {})]
-    host: list[tuple[str, float | None, dict[str, float]]]
-    host = [("host, planned", plan.host_bytes, {}), ("host, measured", measured.get("host_bytes"), {})]
-    blocks = [
-        _bars([(name, count, parts) for name, count, parts in rows if count])
-        for rows in (device if story.device == "cuda" else [], host)
-    ]
+    bars = _bars("host", plan.host_bytes, {}, measured.get("host_bytes", 0.0))
+    if story.device == "cuda":
+        bars = _bars("GPU", plan.device_bytes, plan.parts, measured.get("device_bytes", 0.0)) + bars
     return section(
         "Planned and measured",
-        "".join(blocks) + _pace(plan, measured, curves),
+        bars + _pace(plan, measured, curves),
         "Host memory is what the process holds while it trains, Python and libraries included.",
     )
 
 
-def _bars(rows: list[tuple[str, float, dict[str, float]]]) -> str:
-    if not rows:
-        return ""
-    most = max(count for _, count, _ in rows)
-    lines, legend = [], ""
-    for name, count, parts in rows:
+def _bars(place: str, planned: float, planned_parts: dict[str, float], measured: float) -> str:
+    most, lines, legend = max(planned, measured), list[str](), ""
+    for name, count, parts in (("planned", planned, planned_parts), ("measured", measured, dict[str, float]())):
+        if not count:
+            continue
         spans, shown = "", {part: each for part, each in parts.items() if each > 0}
         scale = 100 * count / most / max(sum(shown.values()), 1e-9)
         for i, (part, each) in enumerate(shown.items()):
@@ -81,8 +75,9 @@ def _bars(rows: list[tuple[str, float, dict[str, float]]]) -> str:
             spans += f"<span class='{colour}' style='width:{width:.2f}%' title='{escape(part)}: {size(each)}'></span>"
             legend += f"<li><span class='dot {colour}'></span>{escape(part)} {size(each)}</li>"
         spans = spans or f"<span style='width:{100 * count / most:.2f}%;background:var(--soft)'></span>"
-        lines.append(f"<span>{escape(name)}</span><span class='stack'>{spans}</span><b>{size(count)}</b>")
-    return f"<div class='sizes'>{''.join(lines)}</div>" + (f"<ul class='legend'>{legend}</ul>" if legend else "")
+        lines.append(f"<span>{place}, {name}</span><span class='stack'>{spans}</span><b>{size(count)}</b>")
+    bars = f"<div class='sizes'>{''.join(lines)}</div>" if lines else ""
+    return bars + (f"<ul class='legend'>{legend}</ul>" if legend else "")
 
 
 def _pace(plan: Planned, measured: dict[str, float], curves: Curves) -> str:

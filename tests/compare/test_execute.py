@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keyhole.compare import execute
-from keyhole.compare import kept as kept_module
+from keyhole.compare import plan as plan_module
 from keyhole.training import loop, model_and_method
 from tests.compare.comparisons import TEXT, cell, run, table, write
 from tests.training.children import draw_nothing, server
@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
         counts["left"] += len(left)
 
     with pytest.MonkeyPatch.context() as patch:
-        real = kept_module.load_data
+        real = plan_module.load_data
 
         def counted(*args: Any) -> Any:
             counts["data"] += 1
@@ -43,7 +43,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
             left.add(found.tokenizer)
             return found
 
-        patch.setattr(kept_module, "load_data", counted)
+        patch.setattr(plan_module, "load_data", counted)
         for module in (model_and_method, execute):
             patch.setattr(module, "load", loaded)
         patch.setattr(execute, "free_memory", freed)
@@ -156,8 +156,8 @@ def test_the_day_of_templates_is_that_on_which_the_comparison_began(
 ) -> None:
     """Otherwise a template that prints the date would make the data of tomorrow other data."""
     path, out, days = write(tmp_path / "a.yaml"), tmp_path / "out", []
-    real = kept_module.load_data
-    monkeypatch.setattr(kept_module, "load_data", lambda how: (days.append(how.template_date), real(how))[1])
+    real = plan_module.load_data
+    monkeypatch.setattr(plan_module, "load_data", lambda how: (days.append(how.template_date), real(how))[1])
     short = ("seeds=0", "methods=adamw", "learning_rate=1e-3", "max_steps=1")
     assert run(path, out, *short) == 0
     marker = json.loads((out / "comparison.json").read_text())
