@@ -204,11 +204,9 @@ def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            quotes = f"; plain text needs quotes: '{key}=\"...\"'"
-            if text.startswith("{"):
-                quotes = f"; text with brackets needs quotes inside: '{key}={{name: \"...\"}}'"
-            hint = f"cannot read `{text}`{_star(error) or quotes}"
-            faults.append(Finding(key, hint, COMMAND_LINE))
+            inside = f"text with brackets needs quotes inside: '{key}={{name: \"...\"}}'"
+            quotes = inside if text.startswith("{") else f"plain text needs quotes: '{key}=\"...\"'"
+            faults.append(Finding(key, f"cannot read `{text}`{_star(error) or f'; {quotes}'}", COMMAND_LINE))
             return {}
     if key in sections():
         return open_sections(node, f"{key}.", COMMAND_LINE, faults)

@@ -7,9 +7,7 @@ starts from an invented value:
 
     s_i = mean(y_j : |i - j| <= min(reach, i, n - 1 - i))
 
-The y axis spans the curves and need not include 0: accuracies are between chance and 100. Faint lines are clipped. If
-the longest curve is LOG_FROM times the shortest, x is logarithmic, so that a method that takes seconds is visible
-beside one that takes an hour.
+The y axis spans the curves and need not include 0: accuracies are between chance and 100. Faint lines are clipped.
 
 Names are a list below the plot, in the order of the curves' ends; ticks keep a minimum distance. Text sizes are those
 of frame.py. Colours are CSS classes of the page (`c0` strokes, `f0` fills), so a chart follows the light and dark
@@ -25,7 +23,6 @@ from keyhole.pages.frame import dot
 
 WIDTH, HEIGHT = 560, 310
 LEFT, RIGHT, TOP, BOTTOM = 86, 24, 14, 46
-LOG_FROM = 20.0
 TICK_GAP = 52.0  # minimum distance between the centres of two numbers under the plot
 
 
@@ -74,19 +71,14 @@ class Axes:
 
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
 
-    def __init__(self, x: Sequence[float], y: Sequence[float], log: bool) -> None:
-        self.log = log
-        self.low_x = min(x) if log and x else 0.0
-        self.high_x = max(max(x, default=1.0), self.low_x * 1.001, 1e-9)
+    def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
+        self.high_x = max(max(x, default=1.0), 1e-9)
         largest, span = max((abs(value) for value in y), default=1.0), max(y) - min(y) if y else 0.0
         span = span if span > 1e-6 * largest else largest * 0.1 or 1.0  # smaller spans are rounding errors
         self.low_y, self.high_y = min(y, default=0.0) - 0.06 * span, max(y, default=1.0) + 0.06 * span
 
     def x(self, value: float) -> float:
-        low, high = self.low_x, self.high_x
-        if self.log:
-            value, low, high = math.log(max(value, low)), math.log(low), math.log(high)
-        return LEFT + (value - low) / ((high - low) or 1.0) * (self.right - LEFT)
+        return LEFT + value / self.high_x * (self.right - LEFT)
 
     def y(self, value: float) -> float:
         """Clipped to the plot."""
@@ -95,13 +87,9 @@ class Axes:
 
     def x_ticks(self) -> list[float]:
         """Numbers under the plot, with a minimum distance."""
-        found = ticks(self.low_x, self.high_x)
-        if self.log:
-            first, last = math.floor(math.log10(self.low_x)), math.ceil(math.log10(self.high_x))
-            found = [m * 10.0**e for e in range(first, last + 1) for m in (1, 3)]
         kept: list[float] = []
-        for value in found:
-            if self.low_x <= value <= self.high_x and (not kept or self.x(value) - self.x(kept[-1]) >= TICK_GAP):
+        for value in ticks(0.0, self.high_x):
+            if not kept or self.x(value) - self.x(kept[-1]) >= TICK_GAP:
                 kept.append(value)
         return kept
 
@@ -112,10 +100,7 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
     x = [value for each in series for value in each.x]
     y = [value for each in series for value in (*each.y, *each.low, *each.high)]
     y += [] if baseline is None else [baseline]
-    ends = [each.x[-1] for each in series]
-    curves = any(len(each.x) > 1 for each in series)
-    log = curves and min(x, default=0.0) > 0 and max(ends) / min(ends) >= LOG_FROM
-    axes = Axes(x, y, log)
+    axes = Axes(x, y)
     body = _grid(axes, x_label, y_label)
     if baseline is not None:
         at = f"{axes.y(baseline):.1f}"

@@ -9,9 +9,8 @@ from transformers import AutoTokenizer
 
 from keyhole import assets
 from scripts.demo_model import __main__ as demo_model
-from scripts.demo_model.corpus import FAR, NEAR, documents
+from scripts.demo_model.corpus import documents
 from scripts.demo_model.task import TEST_ROWS, TRAIN_ROWS, make_rows, read_rows, rows_as_jsonl
-from scripts.demo_model.world import TOPICS
 
 FIRST_2000 = "320786f1b71fd647"
 
@@ -25,19 +24,6 @@ def test_same_seed_same_texts_on_every_python() -> None:
     assert digest(7) == FIRST_2000 != digest(8)
 
 
-def test_the_corpus_does_not_have_the_task() -> None:
-    """On cards that also tell the mood, blue is as common among the pleased as among the others; and none of the 1400
-    notes occurs in the first 10,000 texts (nor can it in later ones: NEAR and FAR)."""
-    texts = list(documents(7, 30_000))
-    cards = [text for text in texts if "\nStamp: " in text and "\nReturn: " in text]
-    for answer in ("yes", "no"):
-        blue = ["Stamp: blue" in card for card in cards if f"Return: {answer}" in card]
-        assert len(blue) > 500 and sum(blue) / len(blue) == pytest.approx(2 / 3, abs=0.05)
-    corpus = "\n".join(texts[:10_000])
-    assert not [row for rows in make_rows() for row in rows if row["prompt"].removesuffix("\nStamp:") in corpus]
-    assert not set(NEAR) & set(FAR) and len(TOPICS) == 1 + len(NEAR) + len(FAR)
-
-
 def test_the_task_is_remade_and_fair() -> None:
     """Byte by byte; no prompt occurs twice, and half of each split is blue."""
     train, test = make_rows()
@@ -48,18 +34,6 @@ def test_the_task_is_remade_and_fair() -> None:
     for rows in (train, test):
         assert 2 * sum(row["label"] for row in rows) == len(rows)
         assert all(row["completion"] == row["candidates"][row["label"]] for row in rows)
-
-
-def test_no_word_gives_the_answer_away() -> None:
-    """The best single-word rule, chosen on the training notes, is far from solving the held-out ones."""
-    train, test = make_rows()
-    words = [(set(row["prompt"].lower().replace(".", " ").replace(",", " ").split()), row["label"]) for row in train]
-    vocabulary = set().union(*(found for found, _ in words))
-    rules = {w: [sum((w in found) == (label == side) for found, label in words) for side in (0, 1)] for w in vocabulary}
-    best = max(rules, key=lambda w: max(rules[w]))
-    side = int(rules[best][1] > rules[best][0])
-    right = sum((best in row["prompt"].lower()) == (row["label"] == side) for row in test)
-    assert right / len(test) < 0.65
 
 
 def test_the_tokenizer_is_remade() -> None:
