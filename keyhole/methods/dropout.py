@@ -32,14 +32,11 @@ def dropout_rates(module: nn.Module) -> dict[str, float]:
     """The dropout rates in training: "OPTDecoderLayer.dropout" -> 0.1."""
     found: dict[str, float] = {}
     for part in module.modules():
-        rates = {"p": part.p} if isinstance(part, nn.Dropout) else vars(part)
-        found |= {f"{type(part).__name__}.{key}": rate for key, rate in rates.items() if _is_rate(key, rate)}
+        own = {"p": part.p} if isinstance(part, nn.Dropout) else vars(part)
+        named = {key: rate for key, rate in own.items() if key == "p" or "drop" in key}
+        rates = {key: rate for key, rate in named.items() if type(rate) in (int, float) and not rate <= 0}
+        found |= {f"{type(part).__name__}.{key}": rate for key, rate in rates.items()}
     return found
-
-
-def _is_rate(key: str, value: object) -> bool:
-    named = key == "p" or "drop" in key
-    return named and isinstance(value, int | float) and not isinstance(value, bool) and not value <= 0
 
 
 class ModelDropout:

@@ -13,6 +13,7 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, ClassVar, Literal, Self
 
 from keyhole.errors import UserError
@@ -125,15 +126,11 @@ class AdamSettings(MethodSettings):
     eps: Positive = keyed(1e-8, "adam_epsilon")
 
 
-_KINDS: dict[type, dict[str, object]] = {}
-
-
+@cache
 def kinds(cls: type) -> dict[str, object]:
     """The types of a dataclass's fields, by name; read once."""
-    if cls not in _KINDS:
-        hints = typing.get_type_hints(cls, include_extras=True)
-        _KINDS[cls] = {each.name: hints[each.name] for each in fields(cls)}
-    return _KINDS[cls]
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
 def check_values(cls: type, given: Mapping[str, object], section: str) -> None:

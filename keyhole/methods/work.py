@@ -132,13 +132,6 @@ def _expert_launches(layout: Layout, work: Workload) -> float:
     return 0.0 if _is_compiled(work) else met_share(work) * sum(experts.count for experts in layout.experts)
 
 
-def met_numel(layout: Layout, experts: float = 1.0) -> float:
-    """Parameters that a token uses: the blocks' and the head's; of stacks of experts [E, rows, columns] its share."""
-    stacks = sum(t.shape.numel() for t in layout.tensors if t.block is not None and len(t.shape) == 3)
-    met = layout.blocks_numel + sum(u.numel for u in layout.head_units)
-    return met - (1 - experts) * stacks
-
-
 def experts_share(config: Any) -> float:
     """Experts per token divided by experts, from a model's config; 1 if it has no experts."""
     text = config.get_text_config()
@@ -151,7 +144,9 @@ def experts_share(config: Any) -> float:
 def forward_flops(layout: Layout, work: Workload) -> float:
     """FLOPs of one pass over M tokens."""
     attention = 2 * layout.block_count * (work.length or work.tokens) * work.tokens * int(layout.table.shape[1])
-    return 2.0 * met_numel(layout, work.experts) * work.tokens + attention
+    stacks = sum(t.shape.numel() for t in layout.tensors if t.block is not None and len(t.shape) == 3)
+    met = layout.blocks_numel + sum(u.numel for u in layout.head_units) - (1 - work.experts) * stacks
+    return 2.0 * met * work.tokens + attention
 
 
 def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:

@@ -173,21 +173,16 @@ def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: in
         fewer = streamed - {u.index for u in layout.of_kind(kind)}
         if costs.of(layout, fewer).total <= budget:
             streamed = fewer
-    groups = [(sum(u.numel for u in group), {u.index for u in group}) for group in _inseparable(layout)]
+    together: dict[str, list[Unit]] = {}  # units that share a tensor
+    for unit in layout.of_kind("block"):
+        together.setdefault(unit.tensors[0].name, []).append(unit)
+    groups = [(sum(u.numel for u in group), {u.index for u in group}) for group in together.values()]
 
     def left(count: int) -> set[int]:
         return streamed - _spread(groups, count / len(groups))
 
     too_many = bisect_left(range(len(groups) + 1), True, key=lambda n: costs.of(layout, left(n)).total > budget)
     return left(too_many - 1)
-
-
-def _inseparable(layout: Layout) -> list[list[Unit]]:
-    """Groups of units that must be placed together, because they share a tensor."""
-    groups: dict[str, list[Unit]] = {}
-    for unit in layout.of_kind("block"):
-        groups.setdefault(unit.tensors[0].name, []).append(unit)
-    return list(groups.values())
 
 
 def _spread(groups: list[tuple[int, set[int]]], share: float) -> set[int]:

@@ -23,10 +23,10 @@ from keyhole.methods.baselines.traits import ADAMW, AdamWConfig, SGDConfig
 from keyhole.methods.baselines.traits import SGD as ROW_OF_SGD
 from keyhole.methods.by_torch import ByTorch, load_optimizer, optimizer_state, parameter_groups
 from keyhole.methods.dropout import KEY, ModelDropout
-from keyhole.methods.shards import sum_gradients, total_loss
+from keyhole.methods.shards import share, sum_gradients, total_loss
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.attention import exact_attention
-from keyhole.model.batch import Batch, DeviceBatch, as_list
+from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.structure.find import find_blocks
 
 
@@ -58,14 +58,12 @@ class TorchMethod(ByTorch):
     def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
-        ranks, batches = self.model.ranks, as_list(batch)
-        first, own = ranks.rank * len(batches) // ranks.size, ranks.share(batches)
-        sent = self.model.to_device(own) if own or not ranks.several else []
-        loss_count = max(1, ranks.total(sum(b.loss.count for b in sent)))
+        ranks = self.model.ranks
+        sent, first, loss_count, weight = share(self.model, batch)
         total = torch.zeros((), device=self.model.device)
         try:
             with self.dropout.step():
-                for k, b in enumerate(sent):
+                for k, b in enumerate(sent if weight else ()):
                     with self.dropout.turn(first + k):
                         total += self._differentiate(b, loss_count)
                 if ranks.several:

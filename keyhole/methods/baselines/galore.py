@@ -83,7 +83,8 @@ class GaLore(TorchMethod):
     def _optimizer(self, groups: list[dict]) -> torch.optim.Optimizer:
         own = self.settings
         low = {"rank": own.rank, "update_proj_gap": own.update_proj_gap, "scale": own.scale}
-        names = {t.name for t in self.model.layout.tensors if t.block is not None and is_larger(t.shape, own.rank)}
+        inside = [t for t in self.model.layout.tensors if t.block is not None and len(t.shape) >= 2]
+        names = {t.name for t in inside if min(t.shape[-2:]) > own.rank}  # matrices, or stacks, that become smaller
         self.projected = [name for name in self.params if name in names]
         projected = {id(self.params[name]) for name in self.projected}
         parts = [
@@ -99,8 +100,3 @@ class GaLore(TorchMethod):
         low, rest = len(self.projected), len(self.params) - len(self.projected)
         own = f"galore: {low} matrices projected to rank {self.settings.rank}; {rest} other tensors by plain AdamW"
         return [own, *super().describe()]
-
-
-def is_larger(shape: torch.Size, rank: int) -> bool:
-    """Whether this is a matrix (or several of one shape, such as experts) that a projection to `rank` makes smaller."""
-    return len(shape) >= 2 and min(shape[-2:]) > rank

@@ -67,10 +67,6 @@ class TorchBytes:
         return int((self.homes + self.state + self.during_a_step) * SLACK)
 
 
-def _matrices(layout: Layout) -> list[Any]:
-    return [t.shape for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
-
-
 def state_numbers(layout: Layout, work: Workload, itemsize: int) -> tuple[int, int]:
     """(number of trained parameters, bytes of their optimizer state)."""
     own: Any = work.settings or ROWS[work.method].settings()
@@ -78,7 +74,8 @@ def state_numbers(layout: Layout, work: Workload, itemsize: int) -> tuple[int, i
     if work.method == SGD.name:
         return numel, itemsize * numel if own.momentum else 0
     if work.method == GALORE.name:
-        projected = [shape for shape in _matrices(layout) if min(shape) > own.rank]
+        matrices = [t.shape for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
+        projected = [shape for shape in matrices if min(shape) > own.rank]
         full = sum(shape.numel() for shape in projected)
         low = sum(own.rank * max(shape) for shape in projected)
         return numel, 8 * (numel - full + low) + 4 * own.rank * sum(min(shape) for shape in projected)

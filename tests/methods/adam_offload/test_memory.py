@@ -23,15 +23,6 @@ def test_14_bytes_a_parameter_wherever_it_lives() -> None:
     assert host_state(layout, set(), 2)[1] == 14 * layout.numel == host_state(layout, away, 2)[1] + homes
 
 
-def test_frozen_units_need_none() -> None:
-    """Only what is trained has a state."""
-    module = build(config("llama"), torch.bfloat16)
-    module.requires_grad_(False)
-    module.lm_head.weight.requires_grad_(True)
-    layout = find_layout(module)
-    assert host_state(layout, set(), 2)[1] == 14 * sum(unit.numel for unit in layout.of_kind("head"))
-
-
 @pytest.mark.parametrize("placement", ["resident", "stream"])
 def test_too_little_memory_is_refused_before_loading(
     placement: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch

@@ -119,14 +119,3 @@ def test_a_tensor_that_is_trained_later_begins_as_in_a_new_run() -> None:
     for each in (opt, again):
         train(each, 1, first=4)
     assert all(torch.equal(tensor, weights(stopped)[key]) for key, tensor in weights(model).items())
-
-
-def test_a_state_without_counts_has_the_runs() -> None:
-    """As of earlier versions, and of every run in which nothing was frozen meanwhile."""
-    opt = APOLLOMini(load(), LR)
-    train(opt, 2)
-    state = opt.state_dict()
-    assert not any(name.endswith("/updates") for name in state)
-    again = APOLLOMini(load(), LR)
-    again.load_state_dict(state)
-    assert again.update.updates == opt.update.updates and set(again.update.updates.values()) == {2}

@@ -21,6 +21,8 @@ from tests.methods.lomo.loops import load
         ("lomo", "seed", -1),
         ("lomo", "clip_value", float("nan")),
         ("lomo", "fused", "no"),
+        ("lomo", "weight_decay_on", "norms"),
+        ("galore", "rank", 0),
         ("adamw", "beta2", 1.0),
         ("adam-offload", "eps", "1e-8"),
         ("sgd", "momentum", True),
