@@ -60,15 +60,6 @@ class TorchOptimizer(torch.optim.Optimizer):
                 "updates in its own step(batch), or in backward(loss) where it has one"
             )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only the one group of the method."""
-        if self.param_groups:
-            raise UserError(
-                "torch_optimizer.add_param_group: a method trains the parameters of its model, in one group; LOMO "
-                "takes groups= with rates and decay by name"
-            )
-        super().add_param_group(param_group)
-
     def state_dict(self) -> dict[str, Any]:
         """The method's state, and the rate that schedulers have set. Flushes."""
         self._share_rate()

@@ -186,11 +186,12 @@ class Engine:
         self._prefetch()
         slot.intact = slot.intact and not changes and self.arrival is None and self.gate is None
         if self.cuda:
-            with self.stalls.wait(self.compute):
-                self.compute.wait_event(slot.ready)
-                self.compute.wait_event(slot.computed)  # kernels of the last visit, perhaps on another stream
-                if not slot.intact:  # it will be changed while its last write-back may still be running
-                    self.compute.wait_event(self.home_written[page])
+            self.stalls.mark(self.compute)
+            self.compute.wait_event(slot.ready)
+            self.compute.wait_event(slot.computed)  # kernels of the last visit, perhaps on another stream
+            if not slot.intact:  # it will be changed while its last write-back may still be running
+                self.compute.wait_event(self.home_written[page])
+            self.stalls.mark(self.compute)
         return self._arrived(page, slot.as_page(self.homes[page]))
 
     def _left(self) -> None:

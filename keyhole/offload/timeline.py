@@ -107,34 +107,30 @@ class Stalls:
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
-        self.sweeps: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []  # not read yet, oldest first
+        self.sweeps: list[list[torch.cuda.Event]] = []  # before and after every wait; not read yet, oldest first
         self.measures, self.count = False, 0
 
     def begin(self, name: str) -> None:
         """Called at the beginning of every sweep: decides whether this one is measured."""
-        self.sweeps = [pairs for pairs in self.sweeps if pairs]
+        self.sweeps = [events for events in self.sweeps if events]
         due = name == self.name and (self.count < FIRST or self.count % NTH == 0)
         self.measures = due and len(self.sweeps) < AT_ONCE
         self.count += name == self.name
         if self.measures:
             self.sweeps.append([])
 
-    def wait(self, stream: "torch.cuda.Stream") -> AbstractContextManager[None]:
-        """A context in which a wait is enqueued on the stream."""
-        return self._measured(stream) if self.measures else NOTHING
-
-    @contextmanager
-    def _measured(self, stream: "torch.cuda.Stream") -> Iterator[None]:
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(stream)
-        yield
-        after.record(stream)
-        self.sweeps[-1].append((before, after))
+    def mark(self, stream: "torch.cuda.Stream") -> None:
+        """Called before and after a wait is enqueued on the stream."""
+        if self.measures:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(stream)
+            self.sweeps[-1].append(event)
 
     def take(self) -> float | None:
         """The share of the oldest sweep that has not been read; None while the GPU has not finished it."""
-        if not self.sweeps or not self.sweeps[0] or not self.sweeps[0][-1][1].query():
+        if not self.sweeps or not self.sweeps[0] or not self.sweeps[0][-1].query():
             return None
-        pairs = self.sweeps.pop(0)
-        sweep_ms = pairs[0][0].elapsed_time(pairs[-1][1])
-        return sum(before.elapsed_time(after) for before, after in pairs) / sweep_ms if sweep_ms > 0 else 0.0
+        events = self.sweeps.pop(0)
+        sweep_ms = events[0].elapsed_time(events[-1])
+        waits_ms = sum(before.elapsed_time(after) for before, after in zip(events[::2], events[1::2], strict=True))
+        return waits_ms / sweep_ms if sweep_ms > 0 else 0.0

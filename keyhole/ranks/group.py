@@ -57,7 +57,8 @@ class Group(Ranks):
         machines = self.objects(self.machine)
         self.neighbours = [rank for rank, machine in enumerate(machines) if machine == self.machine]
         self.has_neighbours = len(set(machines)) < self.size
-        everyone = self.objects((socket.gethostname(), os.getpid(), gpu_of(self.local_rank, self.local_size)))
+        has_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= self.local_size
+        everyone = self.objects((socket.gethostname(), os.getpid(), self.local_rank if has_gpu else None))
         self.failures.learn([(host, pid) for host, pid, _ in everyone])
         own_gpus = all(gpu is not None for _, _, gpu in everyone)
         if own_gpus and len({(host, gpu) for host, _, gpu in everyone}) == self.size and dist.is_nccl_available():
@@ -233,10 +234,3 @@ class Group(Ranks):
 
 def _names(ranks: list[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def gpu_of(local_rank: int, local_size: int) -> int | None:
-    """The index of the GPU that belongs to this rank alone; None if there is none."""
-    if not torch.cuda.is_available() or torch.cuda.device_count() < local_size:
-        return None
-    return local_rank

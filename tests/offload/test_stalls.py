@@ -36,8 +36,9 @@ def stalls(monkeypatch: pytest.MonkeyPatch) -> Stalls:
 def sweep(stalls: Stalls, waits_ms: list[float], name: str = "train") -> None:
     stalls.begin(name)
     for wait_ms in waits_ms:
-        with stalls.wait(None):
-            Clock.now_ms += wait_ms
+        stalls.mark(None)
+        Clock.now_ms += wait_ms
+        stalls.mark(None)
         Clock.now_ms += 10.0
 
 

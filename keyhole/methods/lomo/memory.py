@@ -46,7 +46,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     kahan = 2 * numel if own.rounding == "kahan" else 0
     found = found.plus(touched=per_weight * numel, down=met_bytes(layout, streamed, work, room), saved_bytes=kahan)
     if isinstance(own, LOMOLoRAConfig):
-        found = found.plus(touched=4 * work.passes * adapter_bytes(layout, work.tokens))
+        sides = sum(sum(t.shape) for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2)
+        found = found.plus(touched=8.0 * work.passes * ADAPTER_ELEMENTS * work.tokens * sides)
         if not found.recorded:
             found = found.plus(launches=adapter_launches(layout, own.target_modules, found.forwards, work.passes))
     return found
@@ -57,12 +58,6 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     own = work.settings or LOMOLoRAConfig()
     assert isinstance(own, LOMOLoRAConfig)
     return reverse_bytes(layout, streamed, work, room, updates=16 * own.r * adapted_sides(layout, own.target_modules))
-
-
-def adapter_bytes(layout: Layout, tokens: int) -> float:
-    """Bytes of the elementwise kernels of adapters beside all linear layers of the blocks, per forward pass."""
-    sides = sum(sum(t.shape) for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2)
-    return 2.0 * ADAPTER_ELEMENTS * tokens * sides
 
 
 LOMO_FORMULAS, LOMO_LORA_FORMULAS = Formulas(reverse_bytes, step_work), Formulas(device_bytes, step_work)

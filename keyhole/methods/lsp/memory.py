@@ -36,7 +36,6 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 
@@ -86,15 +85,11 @@ class Numbers:
         return max(sizes.values(), default=0)
 
     def state(self, on_device: set[int], clips: bool) -> tuple[int, int]:
-        """Bytes of moments and of buffers on the device."""
-        away = (numel for unit, numel in self.of.items() if unit not in on_device)
-        return self.bytes_of(sum(self.of[unit] for unit in on_device), max(away, default=0), clips)
-
-    def bytes_of(self, on_device: int, away: int, clips: bool) -> tuple[int, int]:
-        """Bytes of moments and of buffers on the device. on_device: numbers whose moments are there; away: numbers of
-        the largest unit whose moments are elsewhere (0: none)."""
+        """Bytes of moments and of buffers on the device, if these units' moments are there."""
+        here = sum(self.of[unit] for unit in on_device)
+        away = max((numel for unit, numel in self.of.items() if unit not in on_device), default=0)
         gathered = 4 * self.largest_group * (2 if away else 1)
-        return (12 if clips else 8) * on_device, gathered + 4 * SLOTS * away + self.projector_bytes
+        return (12 if clips else 8) * here, gathered + 4 * SLOTS * away + self.projector_bytes
 
 
 AWAY = 54, 36  # launches per group and per unit whose numbers the CPU updates
@@ -129,16 +124,10 @@ def choose_units(numbers: Numbers, optimizer_on: str, clips: bool, left_bytes: i
         return everything if optimizer_on == "gpu" else set()
     if left_bytes is None or sum(numbers.state(everything, clips)) <= left_bytes:
         return everything
-    order = sorted(numbers.of)  # spine, embedding, blocks, head
-    largest_later = [*accumulate((numbers.of[unit] for unit in reversed(order)), max, initial=0)][-2::-1]
-    chosen, kept, refused = set[int](), 0, 0
-    for unit, later in zip(order, largest_later, strict=True):
-        numel = numbers.of[unit]
-        if sum(numbers.bytes_of(kept + numel, max(refused, later), clips)) <= left_bytes:
+    chosen = set[int]()
+    for unit in sorted(numbers.of):  # spine, embedding, blocks, head
+        if sum(numbers.state(chosen | {unit}, clips)) <= left_bytes:
             chosen.add(unit)
-            kept += numel
-        else:
-            refused = max(refused, numel)
     return chosen
 
 
