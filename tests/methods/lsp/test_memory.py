@@ -51,7 +51,7 @@ def test_the_plan_sees_what_the_method_sees(name: str, others: str) -> None:
 def test_moments_of_the_embedding_come_before_resident_blocks(budget_gib: int) -> None:
     """A Llama-3.5B through a budget: nothing hides their update, and copies of block weights are hidden."""
     module, own, limit = build(llama_config("3.5B"), torch.bfloat16), LSPConfig(learn=False), budget_gib * GIB
-    costs = Costs(Workload("lsp", 4096, 1, own), Room(Wire(torch.bfloat16, None), 32 * MIB, limit, True), LSP_ROW)
+    costs = Costs(Workload("lsp", 4096, 1, own), Room(Wire(torch.bfloat16, None), 32 * MIB, limit), LSP_ROW)
     layout, away = fit(module, costs, limit)
     planned, numbers = costs.of(layout, away), count_numbers(layout, own)
     chosen = choose_units(numbers, "auto", False, limit - planned.without_state)

@@ -32,7 +32,7 @@ def test_torch_s_schedulers_set_the_rate_of_every_method(name: str, kind: str) -
     for t in range(3):
         method.step(micro_batches(t, 1))
         plain.step()
-        rates.append(method.rate)
+        rates.append(method.lr)
         expected.append(plain.param_groups[0]["lr"])
         ours.step()
         theirs.step()
