@@ -29,7 +29,7 @@ import keyhole
 from keyhole.config import TrainConfig, resolve
 from keyhole.config.data import data_settings
 from keyhole.data.run import load_data
-from keyhole.model.structure.freeze import freeze
+from keyhole.model.structure.reach import freeze
 from keyhole.training.validation import Judge
 
 NAMES = ("input_ids", "labels", "question", "answer")

@@ -115,9 +115,6 @@ class Journal:
         """Steps done after the last record."""
         return self.records[-1].step if self.records else self.header.first
 
-    def after(self, step: int) -> list[Record]:
-        return [record for record in self.records if record.step > step]
-
 
 def pack_header(header: Header) -> bytes:
     text = json.dumps(asdict(header), sort_keys=True).encode()
@@ -201,13 +198,9 @@ class Writer:
         self.header, self.seed_crc, self.begin = journal.header, journal.seed_crc, journal.begin
         self.sync_every, self.record_bytes = sync_every, journal.header.record.size + CRC.size
         self.file = open_regular(path, os.O_WRONLY)
-        try:
-            os.ftruncate(self.file, self._end(last))
-            reserve(self.file, self._end(last), AHEAD_BYTES)
-            os.fsync(self.file)
-        except OSError:
-            os.close(self.file)
-            raise
+        os.ftruncate(self.file, self._end(last))
+        reserve(self.file, self._end(last), AHEAD_BYTES)
+        os.fsync(self.file)
         self.unsynced: list[bytes] = []  # the records after step `synced`, of which those up to `last` are in the file
         self.last = self.synced = self.tried = last
         self.fault: OSError | None = None
@@ -217,6 +210,11 @@ class Writer:
         self.syncer = threading.Thread(target=self._sync_behind, name="keyhole-journal", daemon=True)
         self.syncer.start()
 
+    @property
+    def appended(self) -> int:
+        """The last step whose record was given; on a full disk the file may lack it."""
+        return self.synced + len(self.unsynced)
+
     def _end(self, step: int) -> int:
         """The offset behind the record of a step."""
         return self.begin + (step - self.header.first) * self.record_bytes
@@ -225,7 +223,7 @@ class Writer:
         """Writes a record; it then survives this process. OSError if the disk is full: the partial record is cut off,
         kept in memory, and written before the next one."""
         with self.changed:
-            assert record.step == self.synced + len(self.unsynced) + 1, (record.step, self.last)
+            assert record.step == self.appended + 1, (record.step, self.last)
             self.unsynced.append(pack_record(record, self.header, self.seed_crc))
             self._write(self.last)
 
@@ -278,12 +276,8 @@ class Writer:
         """Returns when the record of a step has been appended; False if it was never appended. OSError if it could not
         be written."""
         with self.changed:
-
-            def known() -> bool:
-                return self.synced + len(self.unsynced) >= step
-
-            self.changed.wait_for(lambda: known() or self.closing, timeout_s)
-            if known() and self.last < step:
+            self.changed.wait_for(lambda: self.appended >= step or self.closing, timeout_s)
+            if self.last < step <= self.appended:
                 self._write(self.last)
             return self.last >= step
 
@@ -313,21 +307,20 @@ class Writer:
 def check_journal(path: Path) -> Path:
     """The file of a journal, or the one in an output directory; UserError if there is none."""
     path = path / "run" / "journal" if (path / "run" / "journal").exists() else path
-    if path.is_dir():
-        keep = ", ".join(row.name for row in METHODS.values() if row.journaled)
-        raise UserError(f"JOURNAL: {path} has no run/journal; give the output_dir of a run that keeps one ({keep})")
-    if not path.is_file():
-        found = "no regular file" if path.exists() else "not there"
-        raise UserError(f"JOURNAL: {path} is {found}; give a run's output_dir, or its run/journal")
-    return path
+    if path.is_file():
+        return path
+    keep = ", ".join(row.name for row in METHODS.values() if row.journaled)
+    found = "has no run/journal" if path.is_dir() else "is no regular file" if path.exists() else "is not there"
+    raise UserError(
+        f"JOURNAL: {path} {found}; give the output_dir of a run that keeps one ({keep}), or its run/journal"
+    )
 
 
 def check_out(out: Path) -> None:
     """Refuses a place for the model that is not free, or cannot be written to."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"OUT: {out} is a file; choose a new directory")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"OUT: {out} exists and is not empty; choose a new directory")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "exists and is not empty" if out.is_dir() else "is a file"
+        raise UserError(f"OUT: {out} {what}; choose a new directory")
     try:
         try_place(out)
     except OSError as error:

@@ -29,11 +29,12 @@ from keyhole.checkpoint.journal import LIGHT, Header, Journal, Record, check_jou
 from keyhole.checkpoint.state import Damaged, State, read_state
 from keyhole.checkpoint.writer import method_state
 from keyhole.disk.json_text import Json
-from keyhole.disk.weights_hash import content_hash
+from keyhole.disk.weight_files import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
+from keyhole.methods.zo.low_rank.saved import find_factors
 from keyhole.methods.zo.method import ZO
 from keyhole.methods.zo.update import Pending
 from keyhole.model.classification import name_labels
@@ -126,8 +127,8 @@ def _source(header: Header, base: str) -> tuple[str, State | None]:
     """The model whose weights are loaded: the base, if it is the recorded one, or that of a light checkpoint's run. And
     the state of the checkpoint at which the journal begins, if factors beside its weights are to be loaded (zo.rank):
     the step, which V and the noise follow from, is in it."""
-    light = header.base.startswith(LIGHT)
-    if not light and (found := content_hash(find_directory(base))) != header.base:
+    directory, light = Path(find_directory(base)), header.base.startswith(LIGHT)
+    if not light and (found := content_hash(directory)) != header.base:
         raise UserError(
             f"BASE: {base} holds other weights (content {found[:12]}) than the run started from (content "
             f"{header.base[:12]}, loaded from {header.source} after {header.first} steps)"
@@ -135,29 +136,16 @@ def _source(header: Header, base: str) -> tuple[str, State | None]:
     if header.first == 0 or header.config.get(f"{METHODS[ZO.row.name].section}.rank") is None:
         return base, None
     try:
-        state = read_state(Path(find_directory(base)))
+        state = read_state(directory)
+        if state.step != header.first or (light and header.base != LIGHT + state.tensors):
+            raise Damaged(f"it is of step {state.step}, with other factors")
+        factors = find_factors(directory)
     except (Damaged, UserError) as error:
         raise UserError(
-            f"BASE: the journal begins after step {header.first}, and {base} is not the checkpoint of that step, which "
-            f"holds low-rank factors beside its weights (it was {header.source}; {error})"
+            f"BASE: the journal begins after step {header.first}, and {base} is not the checkpoint that the run went "
+            f"on from, which holds low-rank factors beside its weights (it was {header.source}; {error})"
         ) from error
-    if state.step != header.first:
-        raise UserError(
-            f"BASE: {base} is a checkpoint of step {state.step}, and the journal begins after {header.first}"
-        )
-    if not light:
-        return base, state
-    if header.base.removeprefix(LIGHT) != state.tensors:
-        raise UserError(
-            f"BASE: {base} holds other factors than the checkpoint that the run went on from: {header.source}"
-        )
-    original = assets.locate(str(state.config.get("model")), assets.MODEL)
-    if state.base is not None and content_hash(find_directory(original)) != state.base:
-        raise UserError(
-            f"BASE: {base} holds what its run had learned beside the weights of {original}, which are others now: "
-            "restore them there"
-        )
-    return original, state
+    return (str(factors.weights()) if light and factors is not None else base), state
 
 
 def read_whole(path: Path, steps: int | None) -> Journal:
@@ -181,10 +169,9 @@ def method_of(header: Header, model: Model) -> ZO:
     frozen = set(header.frozen)
     for tensor in model.layout.tensors:
         tensor.param.requires_grad_(tensor.name not in frozen)
-    own: Json = {}
-    if header.config.get(f"{METHODS[ZO.row.name].section}.rank") is not None:
-        names = ("rank", "refresh", "fold", "guide")
-        own = {name: header.config[f"{METHODS[ZO.row.name].section}.{name}"] for name in names}
+    own, section = Json(), METHODS[ZO.row.name].section
+    if header.config.get(f"{section}.rank") is not None:
+        own = {name: header.config[f"{section}.{name}"] for name in ("rank", "refresh", "fold", "guide")}
     return ZO(
         model,
         eps=header.eps,

@@ -18,7 +18,7 @@ from keyhole.checkpoint import journal, select
 from keyhole.checkpoint.journal import Journal, Record, Writer
 from keyhole.checkpoint.state import State
 from keyhole.disk.json_text import Json
-from keyhole.disk.weights_hash import content_hash, stored_weights
+from keyhole.disk.weight_files import content_hash, stored_weights
 from keyhole.errors import UserError
 from keyhole.model.structure.source import find_directory
 
@@ -88,7 +88,8 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
         _check_ids(choice, found, place)
     begin = choice.state.step if choice.state else 0
     fits = found is not None and found.header.first <= begin <= found.last
-    tail = found.after(begin) if found is not None and fits and resume in select.LAST else []
+    tail = [record for record in found.records if record.step > begin] if found is not None and fits else []
+    tail = tail if resume in select.LAST else []
     if journaled and not notes and not fits and not elsewhere and choice.state is not None:
         lies = f"ends with step {found.last}" if found is not None and found.last < begin else "begins later"
         what = f"{place.journal} is missing" if found is None else f"{place.journal} {lies}, and gets another name"

@@ -75,10 +75,6 @@ class Source:
     event: torch.cuda.Event | None = None  # after it the home has the weights to save
     copy: torch.Tensor | None = field(default=None, repr=False)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.flat.numel() * self.flat.element_size()
-
     def pieces(self) -> Iterator[tuple[Segment, int, torch.Tensor]]:
         """(segment, offset in its file, elements) of everything to write, from the copy if there is one."""
         flat = self.flat if self.copy is None else self.copy
@@ -138,13 +134,13 @@ class Snapshot:
             return source.state in (WAITING, DONE) or source.copy is not None
 
         def may_copy() -> bool:
-            return source.state == READY and self.copied_bytes + source.size_bytes <= self.pool_bytes
+            return source.state == READY and self.copied_bytes + source.flat.nbytes <= self.pool_bytes
 
         with self.turn:
             self.turn.wait_for(lambda: may_change() or may_copy())
             if copies := not may_change():
                 source.state = COPYING
-                self.copied_bytes += source.size_bytes
+                self.copied_bytes += source.flat.nbytes
                 self.peak_bytes = max(self.peak_bytes, self.copied_bytes)
         if copies:
             self._copy_aside(source)
@@ -155,7 +151,7 @@ class Snapshot:
         try:
             if source.event is not None:
                 source.event.synchronize()
-            copy = arena.host_memory(source.size_bytes).view(source.flat.dtype)
+            copy = arena.host_memory(source.flat.nbytes).view(source.flat.dtype)
             if source.flat.is_cuda:
                 with torch.cuda.stream(torch.cuda.Stream(self.device)):  # not behind the work that training has queued
                     copy.copy_(source.flat)
@@ -168,7 +164,7 @@ class Snapshot:
             raise
         with self.turn:
             if source.state == DONE:  # a worker has failed meanwhile
-                self.copied_bytes -= source.size_bytes
+                self.copied_bytes -= source.flat.nbytes
             else:
                 source.copy, source.event, source.state = copy, None, READY
             self.turn.notify_all()
@@ -256,7 +252,7 @@ class Snapshot:
 
     def _free(self, source: Source) -> None:
         if source.copy is not None:
-            self.copied_bytes -= source.size_bytes
+            self.copied_bytes -= source.flat.nbytes
             source.copy = None
 
     def fail(self, error: BaseException) -> None:

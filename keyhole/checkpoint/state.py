@@ -18,7 +18,7 @@ from typing import Annotated
 
 from keyhole.disk.files import checksums, read_small
 from keyhole.disk.json_text import Json, decode
-from keyhole.disk.weights_hash import INDEX, OWN_NAME, stored_weights
+from keyhole.disk.weight_files import INDEX, OWN_NAME, stored_weights
 from keyhole.errors import UserError, printable
 from keyhole.limits import Limit
 

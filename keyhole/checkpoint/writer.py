@@ -17,10 +17,11 @@ Transformers stores in another form), where other ranks write parts of it, and w
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,10 +39,10 @@ from keyhole.checkpoint.snapshot import (
 from keyhole.checkpoint.state import STATE, TENSORS, State, Written, dump
 from keyhole.disk.files import checksums, flush_all, staged
 from keyhole.disk.json_text import Json
-from keyhole.disk.tensors import Files, MethodState, Ranges, Spec, create, lay_out
+from keyhole.disk.tensors import Files, MethodState, Ranges, create, one_file
 from keyhole.machine.host import host_memory
 from keyhole.methods import METHODS
-from keyhole.methods.base import Method, Saved
+from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import saved_buffers
@@ -136,8 +137,7 @@ class Writer:
         """What is read from memory: the method's tensors, buffers and pages; and the files that they are written to.
         deferred: units may wait for an update that the next step applies; otherwise all are as they are saved."""
         engine, formats = self.model.engine, self.model.formats
-        specs = [Spec(name, t.dtype, tuple(t.shape)) for name, t in sorted(tensors.items())]
-        own = lay_out(specs, name=Path(TENSORS).stem) if specs else Files()
+        own = one_file(tensors, TENSORS) if tensors else Files()
         alone = [(own.places[name], name, t) for name, t in tensors.items() if isinstance(t, torch.Tensor)]
         pages: dict[int, Source] = {}
         if self.names:
@@ -193,7 +193,7 @@ class Writer:
             create(files, directory)
         writing.snapshot.write(directory)
         if any(isinstance(tensor, Ranges) for tensor in writing.tensors.values()):
-            write_state_parts(self.model, directory / TENSORS, writing.tensors)
+            write_state_parts(self.model, directory, writing.tensors, TENSORS)
 
     def release_all(self) -> None:
         """Waits until training may change all memory."""
@@ -232,7 +232,7 @@ def saved_bytes(model: Model, tensors: Tensors, light: bool = False) -> int:
     return (0 if light else weights) + sum(int(tensor.nbytes) for tensor in tensors.values()) + MARGIN_BYTES
 
 
-def split_state(method_state: Saved) -> tuple[Tensors, Json]:
+def split_state(method_state: Mapping[str, Any]) -> tuple[Tensors, Json]:
     """(tensors, the rest) of a method's state."""
     tensors = {name: value for name, value in method_state.items() if isinstance(value, torch.Tensor | Ranges)}
     return tensors, {name: value for name, value in method_state.items() if name not in tensors}

@@ -35,7 +35,7 @@ from keyhole.data.tokenizer import Tokenizer, needed, unknown_id
 from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier, read_config
-from keyhole.model.structure.tokenizer import read_tokenizer
+from keyhole.model.structure.source import read_tokenizer
 from keyhole.model.weights.fit import forget_what_is_read
 
 if TYPE_CHECKING:

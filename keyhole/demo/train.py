@@ -28,7 +28,7 @@ from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.methods.workload import Workload
 from keyhole.model.structure.skeleton import read_config
-from keyhole.model.structure.tokenizer import read_tokenizer
+from keyhole.model.structure.source import read_tokenizer
 from keyhole.training.schedule import Schedule
 
 MAX_LENGTH = 128

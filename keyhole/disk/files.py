@@ -26,6 +26,7 @@ import hashlib
 import os
 import shutil
 import stat
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -69,21 +70,13 @@ def make_directories(path: Path) -> None:
 
 
 def try_place(path: Path) -> None:
-    """OSError if a directory cannot be created at `path`, or in it if it exists. Creates an unnamed file in the nearest
-    existing directory, so that nothing is left if the process is killed. If the file system has no unnamed files,
-    creates a directory and removes it again. Permissions are not enough to tell whether a directory is writable: those
-    of /proc let root write."""
+    """OSError if a directory cannot be created at `path`, or in it if it exists: creates an unnamed file in the nearest
+    existing directory. Permissions are not enough to tell whether it is writable: those of /proc let root write."""
     place = next(place for place in (path, *path.absolute().parents) if place.exists())
     try:
-        os.close(os.open(place, os.O_WRONLY | getattr(os, "O_TMPFILE", os.O_DIRECTORY), 0o600))
+        tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT) or not place.is_dir():
-            raise OSError(error.errno, error.strerror, str(place)) from None
-        try:
-            (place / ".probe.tmp").mkdir(exist_ok=True)
-            (place / ".probe.tmp").rmdir()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(place)) from None
+        raise OSError(error.errno, error.strerror, str(place)) from None
 
 
 def open_regular(path: Path, flags: int) -> int:

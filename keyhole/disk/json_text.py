@@ -87,21 +87,17 @@ def check_result_file(option: str, path: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=path.absolute().parent):
             pass
-        replaces = os.path.lexists(path) and not _is_earlier(path)
+        is_ours = not os.path.lexists(path)
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as file:
+                head = file.read(HEAD_BYTES)
+            is_ours = not head or any(kind.match(head) for kind in (RESULT, PAGE))
     except OSError as error:
         raise UserError(f"{option}: {path} cannot be written: {error.strerror or error}") from error
-    if replaces:
+    if not is_ours:
         what = "exists and is no earlier result" if path.is_file() else "is a pipe or a device"
         what = "is a link" if path.is_symlink() else what
         raise UserError(f"{option}: {path} {what}, and would be replaced; name another file, or move this one away")
-
-
-def _is_earlier(path: Path) -> bool:
-    if path.is_symlink() or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    return not head or any(kind.match(head) for kind in (RESULT, PAGE))
 
 
 def write_result(option: str, path: Path, text: str, shown: str) -> None:

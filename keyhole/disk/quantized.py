@@ -76,10 +76,6 @@ class Form:
         q, zeros, groups = _ints(self)
         return (self["scales"].float()[groups] * (q - zeros[groups]).float()).t().contiguous()
 
-    def levels(self) -> "torch.Tensor | None":
-        """The file's own table of the numbers that codes stand for; None: it has none."""
-        return self["quant_map"] if "quant_map" in self.parts else None
-
     def codes(self) -> "tuple[torch.Tensor, torch.Tensor]":
         """Codes and scales (with offsets in pairs) on the grid. ValueError if the numbers are not on it."""
         import torch

@@ -119,10 +119,15 @@ def fill(directory: Path, place: Place, tensor: torch.Tensor, begin: int = 0, fl
             os.fsync(file.fileno())
 
 
+def one_file(tensors: "Mapping[str, torch.Tensor | Ranges]", file: str) -> Files:
+    """One file with these tensors, by name."""
+    specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
+    return lay_out(specs, Path(file).stem)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes a safetensors file."""
-    specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
-    files = lay_out(specs, path.stem)
+    files = one_file(tensors, path.name)
     create(files, path.parent)
     for name, tensor in tensors.items():
         fill(path.parent, files.places[name], tensor)
@@ -150,41 +155,34 @@ class Ranges:
 
 
 class MethodState(Mapping[str, Any]):
-    """A method's saved state: scalars, and tensors that are read on access."""
+    """A method's saved state: values in memory, and tensors of a file that are read on access."""
 
-    def __init__(self, scalars: Json, file: Path | None) -> None:
-        self.scalars, self.file = scalars, file
+    def __init__(self, held: Mapping[str, Any], file: Path | None = None) -> None:
+        self.held, self.file = dict(held), file
         self.table = {} if file is None else tensors_in(file)
 
     def __getitem__(self, name: str) -> Any:
-        return self.scalars[name] if name in self.scalars else self.range_of(name).view(self.table[name].shape)
+        return self.held[name] if name in self.held else self.range_of(name).view(self.table[name].shape)
 
     def range_of(self, name: str, begin: int = 0, numel: int | None = None) -> torch.Tensor:
-        """A range of elements of a tensor, copied: what is mapped counts as memory until it is closed."""
+        """A range of elements of a tensor, flat; copied from a file: what is mapped counts as memory until it is
+        closed."""
+        if name in self.held:
+            found: torch.Tensor = self.held[name].reshape(-1)
+            return found[begin:][:numel]
         numel = math.prod(self.table[name].shape) if numel is None else numel
         assert self.file is not None  # without a file the table is empty
         return open_shard(self.file).get_tensor(name).view(-1)[begin : begin + numel].clone()
 
+    def without(self, *names: str) -> "MethodState":
+        """The same state without some of the values in memory; no tensor is read."""
+        found = copy.copy(self)
+        found.held = {key: value for key, value in self.held.items() if key not in names}
+        return found
+
     def __iter__(self) -> Iterator[str]:
-        yield from self.scalars
+        yield from self.held
         yield from self.table
 
     def __len__(self) -> int:
-        return len(self.scalars) + len(self.table)
-
-
-def without(state: Mapping[str, Any], *scalars: str) -> Mapping[str, Any]:
-    """A method's state without some of its scalars; no tensor is read."""
-    if not isinstance(state, MethodState):
-        return {key: value for key, value in state.items() if key not in scalars}
-    found = copy.copy(state)
-    found.scalars = {key: value for key, value in state.scalars.items() if key not in scalars}
-    return found
-
-
-def range_of(state: Mapping[str, Any], name: str, begin: int, numel: int) -> torch.Tensor:
-    """A range of elements of a tensor of a method's state, flat."""
-    if isinstance(state, MethodState):
-        return state.range_of(name, begin, numel)
-    found: torch.Tensor = state[name].reshape(-1)[begin : begin + numel]
-    return found
+        return len(self.held) + len(self.table)

@@ -10,13 +10,26 @@ Safetensors are preferred if there are several formats. Weights of linear layers
 A .bin is opened by torch.load(weights_only=True), which builds tensors and refuses everything else in a pickle, so no
 code in it runs; its data are mapped, and read only when a tensor is copied. Shards are opened one after the other.
 Nothing here needs the module, so the tensors can be compared with a config before anything is built.
+
+A hash identifies the weights of a directory, regardless of how they are cut into files:
+
+    hash = SHA-256 over the sorted lines  "name dtype shape crc"       crc: CRC-32 of the tensor's bytes
+
+The lines do not name files; a CRC is enough because the hash detects a wrong directory, not a deliberate forgery.
+Tensors are read in parallel (zlib releases the GIL): a few GB/s, and right after a load mostly from the page cache. A
+.bin or GGUF file has one line, with the CRC of its bytes. This file does not import torch, unless a .bin is opened or a
+hash of tensors is asked for.
 """
 
+import hashlib
 import json
 import os
 import pickle
+import re
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +47,12 @@ if TYPE_CHECKING:
 
 KINDS = {"safetensors": ("model.safetensors.index.json", "model.safetensors")}
 KINDS["bin"] = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+INDEX, SINGLE = KINDS["safetensors"]
+OWN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+PIECE_BYTES = 8 * 2**20
+READERS = min(16, os.cpu_count() or 1)
+Part = tuple[Path, int, int, str]
+"""Bytes [begin, end) of a file, and what is said of their tensor: its name, dtype and shape."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +118,14 @@ class _Pickled:
 
 def has_weights(directory: Path) -> bool:
     """Whether the directory has weights in a supported format."""
-    return _is_there(directory, *KINDS) or any(directory.glob(f"*{SUFFIX}"))
+    names = [name for kind in KINDS.values() for name in kind]
+    return any((directory / name).exists() for name in names) or any(directory.glob(f"*{SUFFIX}"))
 
 
 def is_pickled(directory: Path) -> bool:
     """Whether the weights are only in .bin files."""
-    return not _is_there(directory, "safetensors") and _is_there(directory, "bin")
-
-
-def _is_there(directory: Path, *kinds: str) -> bool:
-    return any((directory / name).exists() for kind in kinds for name in KINDS[kind])
+    safe, pickled = (any((directory / name).exists() for name in KINDS[kind]) for kind in ("safetensors", "bin"))
+    return pickled and not safe
 
 
 def weight_files(directory: Path) -> dict[str, str] | list[str]:
@@ -276,3 +293,64 @@ def _damaged(where: Path) -> Iterator[None]:
         raise
     except (ValueError, IndexError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise UserError(f"model: {where}: its quantised weights cannot be read: {_first_line(error)}") from error
+
+
+# -- what a model consists of, and its hash ----------------------------------------------------------------------------
+
+
+def stored_weights(directory: Path) -> set[str]:
+    """Names of the files in a directory that a model saved there consists of: model.safetensors,
+    model-NNNNN-of-NNNNN.safetensors, and what the index lists. All other files belong to the user."""
+    names = {path.name for path in directory.iterdir() if OWN_NAME.fullmatch(path.name)}
+    try:
+        listed = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        names |= {name for name in listed if Path(name).name == name and name.endswith(".safetensors")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # no valid index
+    return {name for name in names if (directory / name).is_file()}
+
+
+def content_hash(directory: Path) -> str:
+    """The hash of the weights in a directory, 64 hex digits."""
+    listed, parts = weight_files(directory), list[Part]()
+    try:
+        for path in sorted(directory / name for name in set(listed if isinstance(listed, list) else listed.values())):
+            if path.suffix != ".safetensors":
+                parts.append((path, 0, path.stat().st_size, "file"))
+                continue
+            header, begin = read_header(path)
+            for name, about in header.items():
+                first, last = about["data_offsets"]
+                parts.append((path, begin + first, begin + last, f"{name} {about['dtype']} {about['shape']}"))
+        with ThreadPoolExecutor(READERS) as pool:
+            return _hash_of(pool.map(_line, parts))
+    except OSError as error:
+        raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
+
+
+def tensors_hash(tensors: "Iterable[tuple[str, torch.Tensor]]") -> str:
+    """The content_hash of a file with these tensors, which may be on any device."""
+    from keyhole.disk.tensors import DTYPES, pieces  # here, because it imports torch
+
+    lines = []
+    for name, tensor in tensors:
+        crc = 0
+        for piece in pieces(tensor.detach()):
+            crc = zlib.crc32(piece, crc)
+        lines.append(f"{name} {DTYPES[tensor.dtype]} {list(tensor.shape)} {crc:08x}")
+    return _hash_of(lines)
+
+
+def _hash_of(lines: Iterable[str]) -> str:
+    """The hash of lines in any order."""
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _line(part: Part) -> str:
+    path, begin, end, said = part
+    crc, left = 0, end - begin
+    with path.open("rb") as file:
+        file.seek(begin)
+        while left > 0 and (piece := file.read(min(left, PIECE_BYTES))):
+            crc, left = zlib.crc32(piece, crc), left - len(piece)
+    return f"{said} {crc:08x}"

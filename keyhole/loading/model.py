@@ -76,7 +76,7 @@ def load(
     tf32: float32 products may use TF32, in the whole process, while the model exists (docs/process.md).
     graphs: small blocks may run as CUDA graphs (model/forward/blocks.py); reverse_graphs: also in first-order steps
     (model/backward/recorded.py).
-    freeze: parameters that are not trained: "embeddings", modules, names with * (model/structure/freeze.py).
+    freeze: parameters that are not trained: "embeddings", modules, names with * (model/structure/reach.py).
     expert_units=False: large stacks of experts are computed and moved whole (docs/methods.md).
     workload: what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a text classifier (num_labels=1: a regression) from an encoder or

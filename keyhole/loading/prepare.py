@@ -27,11 +27,10 @@ from keyhole.methods.workload import Workload
 from keyhole.methods.zo.low_rank.saved import SavedFactors, find_factors
 from keyhole.model.structure.config_files import read_generation_config
 from keyhole.model.structure.find import find_blocks
-from keyhole.model.structure.freeze import freeze as freeze_parameters
 from keyhole.model.structure.layout import Layout
+from keyhole.model.structure.reach import freeze as freeze_parameters
 from keyhole.model.structure.skeleton import build, is_classifier, read_config
-from keyhole.model.structure.source import find_directory
-from keyhole.model.structure.tokenizer import read_tokenizer
+from keyhole.model.structure.source import find_directory, read_tokenizer
 from keyhole.model.weights.fit import choose_format, forget_what_is_read
 from keyhole.model.weights.format import Wire
 from keyhole.plan.dtype import DtypeChoice, choose_dtype

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from keyhole.disk.tensors import without
+from keyhole.disk.tensors import MethodState
 from keyhole.errors import UserError, listed
 from keyhole.methods.settings import Around, MethodSettings, check_values, checked_rate
 from keyhole.methods.torch_optimizer import TorchOptimizer
@@ -35,7 +35,7 @@ from keyhole.model.structure.layout import Layout, Unit
 from keyhole.ops.autocast import with_gradients, without_autocast
 
 State = dict[str, Any]
-Saved = Mapping[str, Any]  # a state as it is loaded: a dict, or one that reads files
+Saved = MethodState  # a state as it is loaded
 METHOD, TENSORS = "method", "tensors"  # in a state: the name of its method, and the fingerprint of its model's tensors
 
 
@@ -227,9 +227,10 @@ class Method:
     def _named(self, state: State) -> State:
         return {METHOD: self.name, TENSORS: self.model.layout.fingerprint} | state
 
-    def load_state_dict(self, state: Saved) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """UserError for the state of another method or model, and for what is no state at all."""
         try:
+            whole = state if isinstance(state, MethodState) else MethodState(state)
             if state[METHOD] != self.name:
                 raise UserError(
                     f"{self.name}: this is the state of another method, {state[METHOD]}; make that method, and load it"
@@ -241,7 +242,7 @@ class Method:
             if (seed := state.get("seed", self.settings.seed)) != self.settings.seed:
                 raise UserError(f"seed: the checkpoint was made with {seed}, this run has {self.settings.seed}")
             with with_gradients():
-                self._load(without(state, METHOD, TENSORS))
+                self._load(whole.without(METHOD, TENSORS))
         except UserError:
             raise
         except (RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:

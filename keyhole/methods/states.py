@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from keyhole import ops
-from keyhole.disk.tensors import Ranges, range_of
+from keyhole.disk.tensors import MethodState, Ranges
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.ops.arguments import Scalar
@@ -123,11 +123,11 @@ class States:
                 found[f"{name}/{key}"] = Ranges(tuple(shape), flat.dtype, [one for one in own if one[1].numel()])
         return found
 
-    def load(self, name: str, pieces: list[Piece], state: Mapping[str, Any]) -> None:
+    def load(self, name: str, pieces: list[Piece], state: MethodState) -> None:
         """Loads a tensor's state, whoever saved it."""
         for piece in pieces:
             for key, flat in zip(self.arrays, self.of(piece.unit, piece.begin, piece.end), strict=True):
-                flat.copy_(range_of(state, f"{name}/{key}", piece.first, flat.numel()))
+                flat.copy_(state.range_of(f"{name}/{key}", piece.first, flat.numel()))
 
 
 class StatePages:

@@ -8,6 +8,7 @@ bit for bit, N steps, a stop, and M more steps. start.py and build.py show how a
 
 from dataclasses import dataclass
 
+from keyhole.checkpoint.state import TENSORS
 from keyhole.checkpoint.writer import split_state
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
@@ -170,4 +171,4 @@ def follow(run: Run) -> int:
                 case Command.WRITE:
                     write_parts(model, None)
                 case Command.STATE:
-                    write_state_parts(model, None, split_state(method.state_dict())[0])
+                    write_state_parts(model, None, split_state(method.state_dict())[0], TENSORS)

@@ -8,7 +8,7 @@ ignored. Model and data are identified by content, so a directory may be moved. 
 here; training data are compared by their tokens when they are read (data/batches.py), which also detects another
 tokenizer.
 
-The hash. Checkpoints and journals identify their base model by its content (disk/weights_hash.py).
+The hash. Checkpoints and journals identify their base model by its content (disk/weight_files.py).
 
 Ranks. Every machine has its own copy of the config, the data and the model, or sees one copy through a shared file
 system. Nothing later would notice a copy that is older: losses would be added up all the same. So ranks compare
@@ -39,7 +39,7 @@ from keyhole.checkpoint.state import STATE, State
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections
 from keyhole.disk.json_text import Json
-from keyhole.disk.weights_hash import content_hash
+from keyhole.disk.weight_files import content_hash
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
 from keyhole.methods import METHODS

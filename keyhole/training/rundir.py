@@ -45,7 +45,7 @@ from keyhole.disk.files import (
     writing_to,
 )
 from keyhole.disk.json_text import json_text
-from keyhole.disk.weights_hash import stored_weights
+from keyhole.disk.weight_files import stored_weights
 from keyhole.errors import UserError
 from keyhole.ranks.join import others_launched
 

@@ -158,7 +158,7 @@ def _one_life(config: Any, log: Path, rng: random.Random, life_s: float, done: K
 
 def compare(reference: Any, config: Any) -> None:
     """The same weights to the bit, and the same metrics but for times and memory."""
-    from keyhole.disk.weights_hash import content_hash
+    from keyhole.disk.weight_files import content_hash
     from keyhole.report.entries import read_metrics
 
     ours, theirs = (content_hash(Path(c.output_dir)) for c in (config, reference))

@@ -11,7 +11,7 @@ import keyhole
 from keyhole.cli import main
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
-from keyhole.model.structure.freeze import freeze
+from keyhole.model.structure.reach import freeze
 from keyhole.model.structure.skeleton import build
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config

@@ -10,7 +10,7 @@ import pytest
 from keyhole.checkpoint.state import State
 from keyhole.config import Bytes, TrainConfig
 from keyhole.config.fields import settings
-from keyhole.disk.weights_hash import content_hash
+from keyhole.disk.weight_files import content_hash
 from keyhole.errors import UserError
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.resume import SAFE, apply_changes, flat_config

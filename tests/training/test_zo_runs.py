@@ -17,7 +17,7 @@ from keyhole.checkpoint.replay import replay
 from keyhole.errors import UserError
 from keyhole.loading import model as loading
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.model.structure.freeze import is_left_out
+from keyhole.model.structure.reach import is_left_out
 from keyhole.training.start import train
 from tests.matrix import in_every_run
 from tests.training.runs import Make, losses, metrics, same, weights

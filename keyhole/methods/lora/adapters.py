@@ -35,8 +35,8 @@ from keyhole.methods.base import Saved, Skeleton, State
 from keyhole.methods.by_torch import load_optimizer, optimizer_state
 from keyhole.methods.lora.adapted_linear import ADAPTER, use_products
 from keyhole.model.model import Model
-from keyhole.model.structure.freeze import is_left_out
 from keyhole.model.structure.layout import FlatTensor
+from keyhole.model.structure.reach import is_left_out
 from keyhole.model.structure.skeleton import is_classifier
 from keyhole.model.structure.source import ADAPTER_FILES
 

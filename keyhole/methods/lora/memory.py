@@ -23,8 +23,8 @@ from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.work import reverse_bytes, reverse_work
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
-from keyhole.model.structure.freeze import is_left_out
 from keyhole.model.structure.layout import Layout
+from keyhole.model.structure.reach import is_left_out
 
 FORWARD, REVERSE = 1.5, 2.5  # elements that an adapter reads and writes per input and output of its layer
 

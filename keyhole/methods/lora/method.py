@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from keyhole.disk.weights_hash import tensors_hash
+from keyhole.disk.weight_files import tensors_hash
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, Saved, State
 from keyhole.methods.by_torch import ByTorch, parameter_groups

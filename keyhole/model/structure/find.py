@@ -162,7 +162,7 @@ class Parts:
     blocks: list[nn.Module]
     leaves: list[list[nn.Module]]  # by block
     in_blocks: set[int]  # ids of parameters
-    block_of: dict[int, int]
+    block_of: dict[int, int]  # id(parameter) -> the one block that uses it, if that block has units of its own
     experts: dict[int, Experts]
     spine: list[nn.Parameter]
     tiled_layers: int
@@ -177,8 +177,8 @@ def find_parts(module: nn.Module) -> Parts:
     head_p: Any = head.weight if isinstance(head, nn.Linear) else None
     blocks = find_blocks(module)
     tables = {id(p) for p in (table_p, head_p)}
-    by_block = [leaves_of(block) for block in blocks]
-    leaves = [leaf for of_block in by_block for leaf in of_block]
+    own_leaves = [leaves_of(block) for block in blocks]
+    leaves = [leaf for of_block in own_leaves for leaf in of_block]
     uses = Counter(id(p) for leaf in leaves for p in leaf.parameters())
     large = [leaf for leaf in leaves if row_tiles(leaf)]
     candidates = leaves if expert_units(module) else []
@@ -188,13 +188,8 @@ def find_parts(module: nn.Module) -> Parts:
     in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # shared ones go to the spine
     experts = {key: one for key, one in experts.items() if all(id(stack) in in_blocks for stack in one.stacks)}
     spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in tables]
-    block_of = _block_of(blocks, in_blocks)
-    return Parts(module, names, table_p, head_p, blocks, by_block, in_blocks, block_of, experts, spine, len(large))
-
-
-def _block_of(blocks: list[nn.Module], in_blocks: set[int]) -> dict[int, int]:
-    """id(parameter) -> the one block that uses it, if that block has units of its own."""
     by_block = [[id(p) for p in block.parameters()] for block in blocks]
     users = Counter(p for of_block in by_block for p in of_block)
     with_units = {i: of_block for i, of_block in enumerate(by_block) if not in_blocks.isdisjoint(of_block)}
-    return {p: i for i, of_block in with_units.items() for p in of_block if users[p] == 1}
+    block_of = {p: i for i, of_block in with_units.items() for p in of_block if users[p] == 1}
+    return Parts(module, names, table_p, head_p, blocks, own_leaves, in_blocks, block_of, experts, spine, len(large))

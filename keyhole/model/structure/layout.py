@@ -92,11 +92,6 @@ class Unit:
         """The index of the expert, for a unit of a stack of experts."""
         return self.rows[0] if self.rows is not None and self.tensors[0].experts else None
 
-    @property
-    def has_gaps(self) -> bool:
-        """Whether there is padding between its tensors."""
-        return self.rows is None and sum(tensor.shape.numel() for tensor in self.tensors) < self.numel
-
 
 @dataclass
 class Layout:
@@ -161,7 +156,8 @@ class Layout:
     @cached_property
     def largest_with_gaps(self) -> int:
         """Elements of the largest block unit with padding between its tensors."""
-        return max((unit.numel for unit in self.of_kind("block") if unit.has_gaps), default=0)
+        whole = [unit for unit in self.of_kind("block") if unit.rows is None]
+        return max((u.numel for u in whole if sum(t.shape.numel() for t in u.tensors) < u.numel), default=0)
 
     @cached_property
     def matrices(self) -> Counter[torch.Size]:

@@ -1,4 +1,6 @@
-"""Which parameters a forward pass on tokens uses, found before weights are read and almost without arithmetic.
+"""Which parameters can be trained: those that a forward pass on tokens uses, but for those that a run freezes.
+
+What a pass uses is found before weights are read and almost without arithmetic.
 
 A published model may hold more than a language model: a vision tower, projectors, attention to an encoder. A batch of
 tokens never uses these parts, so they cannot be trained; but a method that perturbs all weights would change them at
@@ -7,17 +9,34 @@ every parameter is recorded that an operation takes, or that belongs to a module
 layers keep their own list of them). The others are marked and frozen.
 
 At that time matrices are *constants*: one zero, expanded to a shape. An operation on a large constant is run on the
-meta device, for its shape alone (once for the same shapes: blocks are alike), and returns a constant of that shape; all
-other operations are executed. Constants are ordinary tensors with known values, so code that reads values (masks,
-routers) runs too. A model of any size takes a few megabytes, and about 0.1 ms per operation.
+meta device, for its shape alone, and returns a constant of that shape; all other operations are executed. Constants are
+ordinary tensors with known values, so code that reads values (masks, routers) runs too. A model of any size takes a few
+megabytes, and about 0.1 ms per operation.
 
 Unused experts are not marked: if one member of a list inside a block was used, the next batch may choose another one.
+
+**`freeze`**: a parameter is frozen if one of these describes it:
+
+    embeddings              the tables of tokens and positions, and the head over the vocabulary
+    model.layers.0          a module: everything below it
+    *.mlp.down_proj.*       a name with `*` for any characters, `?` for one, [0-9] for one of several
+
+A tied parameter has several names, and is frozen by any of them. A frozen parameter has `requires_grad` False, as if
+the user had called requires_grad_(False) on it: it has no gradient, no noise and no optimizer state, and the memory
+plan counts none. It is marked, too: a layer whose weight is frozen by this setting gets no adapters, whereas users of
+peft freeze a whole model before they add some.
+
+For `zo` it also takes noise away: a step moves every trained weight at random (docs/methods.md, "Which weights zo
+trains").
 """
 
 import json
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
 from inspect import signature
 from itertools import islice
@@ -34,6 +53,8 @@ from keyhole.errors import UserError
 
 SHORT, LONG = 16, 512  # tokens in the row; some parts are used only by long rows
 LARGE = 2**16  # values of constants with more elements than this are not computed
+EMBEDDINGS = "embeddings"
+WILD = "*?["
 _tried: dict[tuple[type, str], "Tried"] = {}
 
 
@@ -159,7 +180,6 @@ class _Watch(TorchDispatchMode):
             for param in (p for p in part._parameters.values() if p is not None and is_matrix(p)):
                 self.owners.setdefault(id(param), []).append(part)
         self.entered: list[nn.Module] = []
-        self.known: dict[Hashable, object] = {}  # outputs on the meta device, by operation and shapes: blocks are alike
 
     def forward(self, length: int) -> str:
         """Runs the module on a row of tokens; returns the reason if it failed."""
@@ -220,20 +240,8 @@ class _Watch(TorchDispatchMode):
                 return func(*args, **kwargs)
             except RuntimeError:  # a view that constants do not support (as complex numbers)
                 pass
-        key = (func, _described(args), _described(sorted(kwargs.items())))
-        if key not in self.known:
-            self.known[key] = _on_meta(func, args, kwargs)
-        shapes = self.known[key]
+        shapes = _on_meta(func, args, kwargs)
         return func(*args, **kwargs) if shapes is None else tree_map(_constant, shapes)
-
-
-def _described(x: object) -> Hashable:
-    """What the shape of an operation's output depends on, if it does not depend on values; hashable."""
-    if isinstance(x, torch.Tensor):
-        return x.shape, x.dtype
-    if isinstance(x, list | tuple):
-        return tuple(map(_described, x))
-    return type(x), x if isinstance(x, Hashable) else repr(x)
 
 
 def _on_meta(func: OpOverload, args: tuple, kwargs: dict[str, object]) -> Any:
@@ -262,3 +270,75 @@ def _constant(x: object) -> object:
         return x
     zero = torch.zeros((), dtype=x.dtype)
     return zero.expand(x.shape) if x.numel() > LARGE else zero.repeat(x.shape)
+
+
+# -- what is frozen ----------------------------------------------------------------------------------------------------
+
+
+def freeze(module: nn.Module, described: str | Sequence[str] | None) -> None:
+    """Freezes the parameters so described; UserError for a description that fits none, or if none would be trained."""
+    if described is None:
+        return
+    texts = [described] if isinstance(described, str) else described
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"freeze: found {described!r:.60}, expected text, such as {EMBEDDINGS!r}, or a list of texts")
+    for text in texts:
+        found = list(_of_text(module, text))
+        if not found:
+            raise UserError(f"freeze: no parameter of {type(module).__name__} is called {text!r}{_meant(module, text)}")
+        param: Any  # gets an attribute
+        for param in found:
+            param.requires_grad_(False)
+            param.keyhole_frozen = True
+    if not any(param.requires_grad for param in module.parameters()):
+        raise UserError("freeze: every parameter is frozen, so there is nothing to train; freeze fewer")
+
+
+@contextmanager
+def frozen_as(module: nn.Module, described: str | Sequence[str] | None) -> Iterator[None]:
+    """A context in which these parameters are frozen, and none that `freeze` was told before; afterwards as before."""
+    before = [(param, param.requires_grad, is_left_out(param)) for param in module.parameters()]
+    try:
+        for param, _, left_out in before:
+            param.requires_grad_(param.requires_grad or left_out)
+        freeze(module, described)
+        yield
+    finally:
+        one: Any
+        for one, trained, left_out in before:
+            one.requires_grad_(trained)
+            one.keyhole_frozen = left_out
+
+
+def is_left_out(param: nn.Parameter) -> bool:
+    """Whether `freeze` describes this parameter."""
+    return bool(vars(param).get("keyhole_frozen"))
+
+
+def _of_text(module: nn.Module, text: str) -> Iterator[nn.Parameter]:
+    if text == EMBEDDINGS:
+        yield from _embeddings(module)
+        return
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name == text or name.startswith(f"{text}.") or (any(c in text for c in WILD) and fnmatchcase(name, text)):
+            yield param
+
+
+def _embeddings(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights of every embedding table, and of the head over the vocabulary (not of a classifier's head)."""
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            yield from part.parameters()
+    model: Any = module  # a class of Transformers
+    head = model.get_output_embeddings()
+    if head is not None:
+        yield from head.parameters()
+
+
+def _meant(module: nn.Module, text: str) -> str:
+    """The names most like it, or how names look."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    owners = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
+    known = [*names, *sorted(owners), EMBEDDINGS]
+    close = get_close_matches(text, known, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; names are such as {names[-1]}, or {EMBEDDINGS}"

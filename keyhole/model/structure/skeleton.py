@@ -165,9 +165,7 @@ def build(
         except Exception as error:  # raised by the family's own code, on numbers that do not fit together
             why = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"model: no module can be built from {type(config).__name__}: {why}") from error
-    _check_embedding(module)
-    _check_depth(module)
-    _check_one_dtype(module, dtype)
+    _check_module(module, dtype)
     stand_ins: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, param in owner._parameters.items():
@@ -182,44 +180,32 @@ def build(
     return module
 
 
-def _check_embedding(module: nn.Module) -> None:
+def _check_module(module: "PreTrainedModel", dtype: torch.dtype) -> None:
     """Refuses a model that does not look up its tokens in one table (CANINE: hashes of characters; I-BERT: a quantised
-    table)."""
+    table); one without blocks, which Transformers builds from 0 layers, or fewer, without a word: beside the embedding,
+    all lists of modules are empty; and 16 bit where Transformers keeps some parameters in float32: units here have one
+    dtype."""
+    name = type(module).__name__
     try:
-        model: PreTrainedModel = module
-        embedding = model.get_input_embeddings()
+        embedding = module.get_input_embeddings()
     except NotImplementedError:
         embedding = None
     if not isinstance(embedding, nn.Embedding):
         found = "none" if embedding is None else type(embedding).__name__
-        raise UserError(
-            f"model: {type(module).__name__} has no table of tokens (an nn.Embedding; found {found}), and is not "
-            "supported"
-        )
-
-
-def _check_depth(module: "PreTrainedModel") -> None:
-    """Refuses a model without blocks, which Transformers builds from 0 layers, or fewer, without a word: beside the
-    embedding, all lists of modules are empty."""
+        raise UserError(f"model: {name} has no table of tokens (an nn.Embedding; found {found}), and is not supported")
     body = find_decoder(module) if not is_classifier(module.config) else module.base_model
     lists = [part for part in body.modules() if isinstance(part, nn.ModuleList)]
     if lists and not any(map(len, lists)):
         count = setting(module.config.get_text_config(), "num_hidden_layers", "none")
         raise UserError(
-            f"model: {type(module).__name__} would have no blocks: the number of layers in its config "
-            f"(num_hidden_layers, n_layer) is {count}; set it to the number that the weight files have"
+            f"model: {name} would have no blocks: the number of layers in its config (num_hidden_layers, n_layer) is "
+            f"{count}; set it to the number that the weight files have"
         )
-
-
-def _check_one_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Refuses 16 bit where Transformers keeps some parameters in float32: units here have one dtype."""
-    kept = _kept_in_fp32(module, dtype)
-    if kept:
+    if kept := _kept_in_fp32(module, dtype):
         other = "bfloat16" if dtype == torch.float16 and not _kept_in_fp32(module, torch.bfloat16) else "float32"
         raise UserError(
-            f"dtype: {str(dtype).removeprefix('torch.')}: Transformers keeps {len(kept)} parameters of "
-            f"{type(module).__name__} in float32 ({kept[0]}, ...), and all parameters have one dtype here; set "
-            f"dtype={other}"
+            f"dtype: {str(dtype).removeprefix('torch.')}: Transformers keeps {len(kept)} parameters of {name} in "
+            f"float32 ({kept[0]}, ...), and all parameters have one dtype here; set dtype={other}"
         )
 
 

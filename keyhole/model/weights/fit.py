@@ -33,11 +33,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from keyhole.disk.json_text import finite
 from keyhole.disk.weight_files import Stored, gguf_settings, has_weights, stored_tensors
 from keyhole.errors import UserError, listed
 from keyhole.model.structure.config_files import setting
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 SHOWN = 3
 READ = ("gptq", "awq", "bitsandbytes")  # quant_method in config.json
 TABLES = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
-NEAR = 1e-3  # relative; GGUF has float32
+NEAR = 1e-5  # relative; GGUF has float32
 # Key of a GGUF, after its architecture -> key of config.json.
 GGUF_KEYS = {
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
@@ -215,24 +216,17 @@ def check_gguf_config(config: "PretrainedConfig", directory: Path) -> None:
     rope = setting(text, "rope_parameters")
     for file, settings in gguf_settings(directory).items():
         for theirs, ours in GGUF_KEYS.items():
-            given, mine = settings.get(theirs), setting(text, ours)
+            mine = setting(text, ours)
             if ours == "rope_theta" and isinstance(rope, dict):
                 mine = rope.get(ours, mine)
-            if not _is_number(given) or not _is_number(mine):
+            given, mine = finite(settings.get(theirs)), finite(mine)
+            if given is None or mine is None or (theirs == "block_count" and mine <= given):
                 continue
-            if theirs == "block_count":
-                agree = mine <= given
-            else:
-                agree = given == mine if isinstance(given, int) else abs(given - mine) <= NEAR * abs(mine)
-            if not agree:
+            if abs(given - mine) > NEAR * abs(mine):
                 raise UserError(
                     f"model: {directory / file} says {theirs} = {given:.7g}, but config.json beside it says {ours} = "
                     f"{mine:.7g}: it is the config of another model; put that of the original model there"
                 )
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # -- models that were published in 4 or 8 bits -------------------------------------------------------------------------
@@ -294,17 +288,13 @@ def _one_grid(forms: dict[str, Stored], names: dict[str, str], inside: list[Flat
 
 
 def forget_what_is_read(config: "PretrainedConfig", directory: Path | None = None) -> None:
-    """Calls forget_quantization if keyhole reads weights of this kind: as the files in a directory are, or, if there
-    are none, by what the config says."""
+    """Removes the quantization from a config, because the saved model has 16 bits, if keyhole reads weights of this
+    kind: as the files in a directory are, or, if there are none, by what the config says."""
     said = setting(config, "quantization_config") or {}
     method = said.get("quant_method") if isinstance(said, dict) else setting(said, "quant_method")
     known = str(setting(method, "value", method)).lower() in READ
-    if (known and (directory is None or not has_weights(directory))) or forms_in(directory):
-        forget_quantization(config)
-
-
-def forget_quantization(config: "PretrainedConfig") -> None:
-    """Removes the quantization from a config, because the saved model has 16 bits."""
+    if not (known and (directory is None or not has_weights(directory))) and not forms_in(directory):
+        return
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         if hasattr(part, "quantization_config"):
             del part.quantization_config

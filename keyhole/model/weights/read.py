@@ -6,9 +6,7 @@ copied tensor by tensor; each tensor is freed after its copy.
 
 Seeded random weights are for benchmarks and tests, if only a config exists. Vectors (norms, biases) keep the values of
 the HF model's own initialisation. Matrices are drawn from N(0, initializer_range^2). On a GPU a chunk is drawn there
-and copied home, at the speed of the link. On a CPU drawing costs about 10 ns per element, so a model of more than
-POOLED_NUMEL elements is filled from one pool of normals, with an offset that depends on the tensor: good enough for
-timing.
+and copied home, at the speed of the link; on a CPU drawing costs about 10 ns per element.
 """
 
 from collections import Counter
@@ -26,7 +24,6 @@ from keyhole.model.structure.skeleton import auto_class, saved_buffers
 from keyhole.model.weights.fit import find_fit, names_of, untied, unused_line
 
 CHUNK = 1 << 22  # elements drawn at a time: 16 MiB, so that a budget of GPU memory has room for them
-POOLED_NUMEL = 1 << 28
 Target = FlatTensor | torch.Tensor
 
 
@@ -49,7 +46,8 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
             if source.file != file or (weight is not None and model.homes.is_foreign(weight)):
                 continue
             if weight is not None and model.homes.takes_codes(weight, source.grid):
-                levels = None if source.of is None else source.of.levels()
+                has_levels = source.of is not None and "quant_map" in source.of.parts  # the file's own table of numbers
+                levels = source.of["quant_map"] if source.of is not None and has_levels else None
                 model.homes.put_codes(weight, *source.codes(directory, in_file), levels)
             else:
                 found = source.read(directory, in_file) if source.form else shard.get_tensor(in_file)
@@ -122,21 +120,14 @@ def fill_random(model: Model, std: float, seed: int, only: list[FlatTensor] | No
     device = model.device if only is None else torch.device("cpu")
     tensors = model.layout.tensors if only is None else only
     generator = torch.Generator(device).manual_seed(seed)
-    pool = None
-    if device.type == "cpu" and sum(t.shape.numel() for t in tensors) > POOLED_NUMEL:
-        pool = torch.empty(CHUNK).normal_(0.0, std, generator=generator)
     for tensor in tensors:
 
         def draw(target: torch.Tensor, begin: int = 0, tensor: FlatTensor = tensor) -> None:
             if len(tensor.shape) < 2:
                 target.copy_(tensor.param.data)
                 return
-            for i, part in enumerate(target.view(-1).split(CHUNK), start=begin // CHUNK):
-                if pool is None:
-                    drawn = torch.empty(part.numel(), device=device).normal_(0.0, std, generator=generator)
-                else:
-                    place = (tensor.start + i * CHUNK) * 0x9E3779B97F4A7C15 % 2**64  # the high bits are scattered
-                    drawn = torch.roll(pool, (place >> 32) % CHUNK)[: part.numel()]
+            for part in target.view(-1).split(CHUNK):
+                drawn = torch.empty(part.numel(), device=device).normal_(0.0, std, generator=generator)
                 part.copy_(drawn.to(part.dtype))  # converted on the device: copy_ would convert on the host, slowly
 
         model.homes.fill(tensor, draw, draw if len(tensor.shape) > 1 else None)

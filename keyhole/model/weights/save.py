@@ -5,7 +5,7 @@ into place. A target that does not exist is created by one rename. If the target
 hold run/, checkpoints and the user's files), the temporary directory is inside it, and files are moved one by one: the
 old config.json and index are removed first, weights of the old model that the new one does not replace later, and the
 new index and config.json are moved last. So a crash in between leaves a directory that does not load rather than one
-that mixes two models. Only weights that an older save wrote are deleted (disk/weights_hash.py `stored_weights`), and
+that mixes two models. Only weights that an older save wrote are deleted (disk/weight_files.py `stored_weights`), and
 adapters in adapter/ that belong to them; everything else stays.
 
 Weights are written tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time. If
@@ -37,15 +37,14 @@ import transformers
 from torch import nn
 
 from keyhole.disk.files import flush, flush_all, staged
-from keyhole.disk.tensors import SHARD_BYTES, Files, Ranges, Spec, create, fill, lay_out
-from keyhole.disk.weights_hash import INDEX, stored_weights
+from keyhole.disk.tensors import SHARD_BYTES, Files, Ranges, Spec, create, fill, lay_out, one_file
+from keyhole.disk.weight_files import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
 from keyhole.model.model import Model
 from keyhole.model.structure.config_files import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.structure.source import OF_ADAPTER
 from keyhole.model.weights.format import PACKED
-from keyhole.ranks import Ranks
 
 CONFIG = "config.json"
 
@@ -161,48 +160,51 @@ def check_names(model: Model) -> None:
 
 def write_parts(model: Model, path: Path | None) -> None:
     """Writes a sharded model into a directory. path: given on the leader; the other ranks receive it."""
-    path, leads = _shared_path(model, "write", path), model.ranks.is_leader
     names = names_on_disk(model)
     assert names is not None  # a sharded model without is refused above
-    files = plan_files(model, names)
 
-    def make() -> None:
+    def make(path: Path) -> None:
         write_contents(path, small_files(model))
-        create(files, path)
         if model.methods.addon is not None:
             model.methods.addon.write_files(path)
 
-    buffers = [(name, 0, buffer) for name, buffer in saved_buffers(model.module).items()] if leads else []
-    own = ((names[name], begin, part) for name, begin, part in chain(model.own_tensors(), buffers) if name in names)
-    _write_together(model.ranks, make, files, path, own)
+    buffers = saved_buffers(model.module).items() if model.ranks.is_leader else ()
+    own = chain(model.own_tensors(), ((name, 0, buffer) for name, buffer in buffers))
+    named = ((names[name], begin, part) for name, begin, part in own if name in names)
+    _write_together(model, "write", path, plan_files(model, names), named, make)
 
 
-def write_state_parts(model: Model, path: Path | None, tensors: dict[str, torch.Tensor | Ranges]) -> None:
-    """Writes a method's tensors into a file: each rank its ranges, the leader all other tensors. path: given on the
-    leader; the other ranks receive it."""
-    path, leads = _shared_path(model, "state", path), model.ranks.is_leader
-    specs = [Spec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)]
-    files = lay_out(specs, path.stem)
+def write_state_parts(model: Model, path: Path | None, tensors: dict[str, torch.Tensor | Ranges], name: str) -> None:
+    """Writes a method's tensors into the file `name` of a directory: each rank its ranges, the leader all other
+    tensors. path: as above."""
+    leads = model.ranks.is_leader
     own = (
-        (name, begin, part)
-        for name, tensor in tensors.items()
+        (key, begin, part)
+        for key, tensor in tensors.items()
         for begin, part in (tensor.own if isinstance(tensor, Ranges) else [(0, tensor)] if leads else [])
     )
-    _write_together(model.ranks, lambda: create(files, path.parent), files, path.parent, own)
-
-
-def _shared_path(model: Model, command: str, path: Path | None) -> Path:
-    """The leader calls the others, and tells them its path."""
-    if model.ranks.is_leader:
-        model.call_others(command)
-    return Path(model.ranks.from_leader(lambda: str(path and path.absolute())))
+    _write_together(model, "state", path, one_file(tensors, name), own)
 
 
 def _write_together(
-    ranks: Ranks, make: Callable[[], None], files: Files, path: Path, own: Iterable[tuple[str, int, torch.Tensor]]
+    model: Model,
+    command: str,
+    directory: Path | None,
+    files: Files,
+    own: Iterable[tuple[str, int, torch.Tensor]],
+    make: Callable[[Path], None] = lambda path: None,
 ) -> None:
-    """The leader makes the files; then every rank writes its own elements at their places. The leader raises if one of
-    them failed, or has numbers that are not finite."""
+    """The leader calls the others, tells them its directory, and makes the files; then every rank writes its own
+    elements at their places. The leader raises if one of them failed, or has numbers that are not finite."""
+    ranks, leads = model.ranks, model.ranks.is_leader
+    if leads:
+        model.call_others(command)
+    path = Path(ranks.from_leader(lambda: str(directory and directory.absolute())))
+
+    def prepare() -> None:
+        if leads:
+            create(files, path)
+            make(path)
 
     def write() -> None:
         for name, begin, part in own:
@@ -210,14 +212,14 @@ def _write_together(
                 raise NonFinite(f"{name} holds NaN or infinity")
             fill(path, files.places[name], part, begin, flush=True)
 
-    for act in (make if ranks.is_leader else lambda: None, write):
+    for act in (prepare, write):
         fault: OSError | NonFinite | None = None
         try:
             act()
         except (OSError, NonFinite) as error:
             fault = error
         found = ranks.objects(fault)
-        for rank, one in enumerate(found if ranks.is_leader else ()):
+        for rank, one in enumerate(found if leads else ()):
             if one is not None:
                 raise type(one)(f"rank {rank}: {one}") from one
 

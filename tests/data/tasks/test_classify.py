@@ -15,7 +15,7 @@ from keyhole.data.tasks.parse import parse_spec, read_spec
 from keyhole.data.tasks.question import Labels, Question, class_names, find_labels
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import read_config
-from keyhole.model.structure.tokenizer import read_tokenizer
+from keyhole.model.structure.source import read_tokenizer
 from tests.conftest import build_tokenizer
 from tests.training.classifiers import save_encoder, write_task
 

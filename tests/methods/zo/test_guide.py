@@ -13,7 +13,7 @@ from keyhole.methods.zo.low_rank import guide
 from keyhole.methods.zo.low_rank.guide import RIDGE, predictors, principal_errors
 from keyhole.methods.zo.memory import device_bytes
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.model.structure.freeze import freeze
+from keyhole.model.structure.reach import freeze
 from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
 from tests.methods.zo.loops import load

@@ -17,7 +17,7 @@ from keyhole.methods.zo.estimators import Looks
 from keyhole.methods.zo.recorded_step import RecordedSteps, is_short, restore
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.forward.captured import Branches
-from keyhole.model.structure.freeze import freeze
+from keyhole.model.structure.reach import freeze
 from tests.matrix import in_every_run
 from tests.model.candidates import ragged
 from tests.model.decoders import batch, config

@@ -11,7 +11,7 @@ import torch
 import keyhole
 from keyhole.methods.zo.low_rank import layers
 from keyhole.model.forward.low_rank import Share, _alike
-from keyhole.model.structure.freeze import freeze
+from keyhole.model.structure.reach import freeze
 from keyhole.ops.backend import TRITON_MISSING
 from keyhole.ops.lowrank import product
 from tests.matrix import in_every_run

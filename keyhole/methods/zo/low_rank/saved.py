@@ -11,14 +11,14 @@ from pathlib import Path
 
 from keyhole.disk.json_text import read_json
 from keyhole.disk.tensors import MethodState
-from keyhole.disk.weights_hash import content_hash
+from keyhole.disk.weight_files import content_hash
 from keyhole.errors import UserError
 from keyhole.methods.settings import check_values
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.low_rank.layers import FactoredLayers
 from keyhole.methods.zo.traits import ZO, ZOConfig
 from keyhole.model.model import Model
-from keyhole.model.structure.freeze import frozen_as
+from keyhole.model.structure.reach import frozen_as
 from keyhole.model.structure.source import find_directory
 
 STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"  # as checkpoint/state.py has them

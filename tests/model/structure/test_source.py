@@ -11,7 +11,7 @@ import pytest
 import keyhole
 from keyhole.data.run import load_tokenizer
 from keyhole.errors import UserError
-from keyhole.model.structure.tokenizer import read_tokenizer
+from keyhole.model.structure.source import read_tokenizer
 from tests.model.decoders import config
 
 

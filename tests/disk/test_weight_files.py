@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from keyhole.disk.weight_files import read_header, weight_files
-from keyhole.disk.weights_hash import content_hash
+from keyhole.disk.weight_files import content_hash, read_header, weight_files
 from keyhole.errors import UserError
 from tests.disk.published import write_gguf
 
