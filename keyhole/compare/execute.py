@@ -218,7 +218,7 @@ class Execution:
                 yield from (group.trials[point, seed] for point in group.points)
         for seed in [seed for seed in seeds if seed not in first]:
             for group in self.groups:
-                point = choose(group, seeds, self.results, self.comparison.choose_by)
+                point = choose(group, first, self.results)
                 if point is None:
                     self.finished += 1
                 else:

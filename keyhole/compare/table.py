@@ -65,9 +65,9 @@ def seeds_of_grid(comparison: Comparison) -> list[int]:
     return comparison.seeds[:1] if comparison.choose_by == CHOOSE_BY[0] else comparison.seeds
 
 
-def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str) -> Point | None:
-    """The point with the best dev metric, of equal ones the first; None if no run succeeded."""
-    asked, scored = seeds[:1] if choose_by == "first-seed" else seeds, []
+def choose(group: Group, asked: Sequence[int], results: Results) -> Point | None:
+    """The point with the best dev metric with these seeds, of equal ones the first; None if no run succeeded."""
+    scored = []
     for point in group.points:
         found = [results.get(group.trials[point, seed].id) for seed in asked]
         good = [result for result in found if result is not None and not result.error]
@@ -83,11 +83,9 @@ def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str)
 
 def cell_of(group: Group, comparison: Comparison, results: Results) -> Cell:
     """The cell of a group, from the results so far."""
-    seeds = comparison.seeds
-    chosen = choose(group, seeds, results, comparison.choose_by)
-    cell = Cell(group.model, group.task, group.method, chosen, seeds=len(seeds))
+    seeds, asked = comparison.seeds, seeds_of_grid(comparison)
+    cell = Cell(group.model, group.task, group.method, choose(group, asked, results), seeds=len(seeds))
     cell.grid = [results[trial.id] for trial in group.trials.values() if trial.id in results]
-    asked = seeds_of_grid(comparison)
     cell.missing = sum(group.trials[point, seed].id not in results for point in group.points for seed in asked)
     if cell.chosen is None:
         return cell

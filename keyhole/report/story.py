@@ -193,10 +193,7 @@ def read_view(directory: Path, name: str | None = None) -> View:
     story = read_story(directory / STORY)
     if story is None:
         method, model = (printable(settings.get(key, ""), 200) for key in ("method", "model"))
-        asked = settings.get("max_steps")
-        total = asked if isinstance(asked, int) and 0 < asked < 2**53 else curves.last_step
-        state = DONE if curves.last_step >= total else ""
-        story = Story(method=method, model=model, title=f"{method} on {model}", total=total, state=state)
+        story = Story(method=method, model=model, total=curves.last_step, state="")
     environment = _object(directory / "env.json", MOST_SMALL)
     name = name or directory.absolute().parent.name
     return View(name, directory, story, curves, environment, config, settings, unreadable)

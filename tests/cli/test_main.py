@@ -59,12 +59,6 @@ def surface_of(command: Any, name: str = "") -> dict[str, set[str]]:
     return found
 
 
-def run(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "keyhole", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
-
-
 def test_the_surface_is_frozen() -> None:
     """A new verb or option must be added here too, on purpose; a setting belongs into the config instead."""
     assert surface_of(typer.main.get_command(app)) == SURFACE
@@ -87,6 +81,7 @@ NEED_NO_TORCH = {
     "config ls": "",
     "config show demo-zo": "",
     "train no-such.yaml": "no such config file",
+    "report no-such-run": "no run is here",
     "train demo-zo learnin_rate=1": "did you mean `learning_rate`?",
     "train demo-zo --seed 3": "write seed=3",
     "eval out --tasks a gpu_memory=8": "such as 8GiB",
@@ -101,13 +96,6 @@ def test_what_needs_no_model_needs_no_torch() -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(list(NEED_NO_TORCH.items()))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_user_error_is_one_message_and_exit_2() -> None:
-    """In a real process: the message on stderr, no traceback, nothing on stdout."""
-    done = run("train", "no-such-config.yaml")
-    assert done.returncode == 2 and done.stdout == ""
-    assert "no-such-config.yaml: no such config file" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_our_error_keeps_its_traceback_and_asks_for_env(monkeypatch: Any, capsys: Any) -> None:

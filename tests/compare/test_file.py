@@ -222,7 +222,7 @@ def test_the_best_point_is_that_of_greater_is_better(
         result = blank(group.trials[point, 0])
         result.dev, result.dev_metric = value, metric
         results[result.id] = result
-    assert choose(group, [0], results, "first-seed") == group.points[best]
+    assert choose(group, [0], results) == group.points[best]
 
 
 def test_every_run_that_is_not_done_is_counted(tmp_path: Path) -> None:

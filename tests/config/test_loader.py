@@ -31,8 +31,6 @@ def faults_of(text: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-# ---- round trip ----------------------------------------------------------------------------------
-
 letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 names = st.text(letters, min_size=1, max_size=20).filter(lambda s: s.strip() and s != "demo" and not set("$~") & set(s))
 unit_interval = st.floats(0, 0.999)
@@ -81,8 +79,6 @@ def test_any_config_survives_yaml(config: TrainConfig) -> None:
     assert resolve(again)[0] == again
 
 
-# ---- junk ----------------------------------------------------------------------------------------
-
 scalars = st.one_of(
     *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.dates(), st.binary())
 )
@@ -123,9 +119,6 @@ def test_any_override_is_read_or_refused(given_words: list[str]) -> None:
         assert "command line" in str(error) or "missing" in str(error) or "problem" in str(error)
     else:
         assert isinstance(config, TrainConfig)
-
-
-# ---- faults --------------------------------------------------------------------------------------
 
 
 def test_all_faults_are_collected_with_their_lines() -> None:
@@ -219,8 +212,6 @@ def test_an_unreadable_path_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot read"):
             load_config(path)
 
-
-# ---- overrides -----------------------------------------------------------------------------------
 
 OVERRIDES = [
     ("learning_rate=2e-5", "learning_rate", 2e-5),

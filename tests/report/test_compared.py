@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from html import unescape
 from pathlib import Path
@@ -55,7 +53,7 @@ def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     output = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "runs"), "-o", str(output)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[1].split()[:3] == ["a", "zo", "opt"] and "2 of 8" in printed[1] and "5.0000 -> 4.0000" in printed[1]
+    assert printed[1].split()[:3] == ["a", "zo", "opt"] and "5.0000 -> 4.0000" in printed[1]
     assert printed[2].split()[:4] == ["b", "lomo", "opt", "done"] and "loss 1.5000, accuracy 75.0" in printed[2]
     page = output.read_text()
     columns = re.findall("<th[^>]*>([^<]*)</th>", page.partition("</thead>")[0])
@@ -181,18 +179,6 @@ def test_any_numbers_give_pages(first: list[dict[str, Any]], second: list[dict[s
     for page in (compared.make_page(views, Path(".")), *map(run_page.make_page, views)):
         assert "<script" not in page and page.endswith("</html>\n")
     assert len(table(views)) == 3 and len(cells(views[0])) == len(compared.COLUMNS)
-
-
-def test_no_torch_is_needed(tmp_path: Path) -> None:
-    """The command starts at once, also where torch is broken."""
-    place = made(tmp_path, "one", [2.0, 1.0], Story(method="zo", model="m", total=2))
-    code = (
-        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
-        f"from keyhole.cli import main; sys.exit(main(['report', {str(place)!r}, '-o', {str(tmp_path / 'p.html')!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "2.0000 -> 1.0000" in done.stdout and (tmp_path / "p.html").exists()
 
 
 def test_a_directory_that_may_not_be_read_is_passed_over(tmp_path: Path) -> None:
