@@ -7,6 +7,7 @@ python -m keyhole.config.docs    the Markdown of docs/config.md (a test checks t
 
 import sys
 from collections.abc import Iterator
+from dataclasses import MISSING
 
 from keyhole.config.fields import Setting, sections, settings
 from keyhole.config.schema import TrainConfig
@@ -29,7 +30,7 @@ This page is made by `python -m keyhole.config.docs` from keyhole/config/schema.
 
 def default_text(setting: Setting) -> str:
     """The default as typed after `key=`; `required` if there is none."""
-    if setting.required:
+    if setting.default is MISSING:
         return "required"
     value = setting.default
     return f"{value:g}" if isinstance(value, float) else dump(value).removesuffix("\n").removesuffix("\n...")
@@ -39,7 +40,7 @@ def by_section() -> Iterator[tuple[str, str, list[Setting]]]:
     """(section, "" at the top level; what it is; its settings), the top level first."""
     rates = {row.section: f" Default learning_rate: {row.learning_rate:g}." for row in METHODS.values()}
     for name, cls in {"": TrainConfig, **sections()}.items():
-        group = [s for s in settings().values() if s.section == (name or None)]
+        group = [s for s in settings().values() if s.key.rpartition(".")[0] == name]
         yield name, (cls.__doc__ or "") + rates.get(name, ""), group
 
 

@@ -6,7 +6,7 @@ under their dotted names and the section itself does not.
 
 import dataclasses
 import functools
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from keyhole.config.schema import RunConfig, TrainConfig
@@ -24,18 +24,8 @@ class Setting:
 
     key: str
     type: Any
-    default: object
+    default: object  # MISSING: there is none
     doc: str
-
-    @property
-    def required(self) -> bool:
-        """Whether there is no default."""
-        return self.default is MISSING
-
-    @property
-    def section(self) -> str | None:
-        """`zo` for `zo.eps`; None at the top level."""
-        return self.key.split(".")[0] if "." in self.key else None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ parsed, so aliases and deep nesting cost nothing; nothing is evaluated, imported
 
 import stat
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,7 @@ def parse_config(
     for word in overrides:
         new = parse_override(word, faults)
         for key in typed.keys() & new.keys():
-            before, after = show(typed[key].node), show(new[key].node)
-            if before != after:
+            if (before := show(typed[key].node)) != (after := show(new[key].node)):
                 warnings.append(str(Finding(key, f"given twice; {after} counts, not {before}", COMMAND_LINE)))
         typed |= new
     config, more = build_config(entries | typed, source, faults)
@@ -106,7 +105,7 @@ def build_config(
     entries = _renamed(entries, faults, renamed)
     values = _typed(entries, faults)
     for key, setting in settings().items():
-        if setting.required and key not in entries:
+        if setting.default is MISSING and key not in entries:
             words = ", ".join(choices(setting.type))
             one_of = f" One of {words}." if words else ""
             faults.append(Finding(key, f"missing, and there is no default. {setting.doc}{one_of}"))
