@@ -77,7 +77,15 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
     """Finds the starting point of `--resume`. Changes nothing. journaled: the method keeps a journal."""
     if resume is None:
         return Origin()
-    found, notes = _read(place.journal) if journaled else (None, [])
+    found, notes = None, list[str]()
+    if journaled and place.journal.exists():
+        try:
+            found = journal.read(place.journal)
+        except journal.BadJournal as fault:
+            notes = [f"resume: {fault}; it gets another name"]
+    if found is not None and found.fault is not None:
+        what = "ends in a torn record" if found.torn else "is damaged"
+        notes = [f"resume: {place.journal} {what} ({found.fault}); steps after {found.last} are done again"]
     choice = select.newest(place.root) if resume in select.LAST else select.Choice()
     if choice.path is None and (resume not in select.LAST or found is None or found.header.first or not found.records):
         choice = select.choose(resume, place.root)
@@ -100,19 +108,6 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
             f"run would write over it. Choose another output_dir (model={place.root} trains on), or move the model away"
         )
     return Origin(choice, found, tail, notes, elsewhere)
-
-
-def _read(path: Path) -> tuple[Journal | None, list[str]]:
-    if not path.exists():
-        return None, []
-    try:
-        found = journal.read(path)
-    except journal.BadJournal as fault:
-        return None, [f"resume: {fault}; it gets another name"]
-    if found.fault is None:
-        return found, []
-    what = "ends in a torn record" if found.torn else "is damaged"
-    return found, [f"resume: {path} {what} ({found.fault}); steps after {found.last} are done again"]
 
 
 def _refuse_to_splice(choice: select.Choice, place: Place) -> bool:

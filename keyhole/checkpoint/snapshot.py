@@ -19,7 +19,7 @@ page then does not change until step t + 2 or later (methods/zo/write_back.py). 
 ahead of the GPU, so a short wait here does not stall the GPU.
 
 A page contains tensors, or parts of them, so it has segments: elements [begin, end) belong to a tensor and are stored
-at an offset of a file. Memory is written in pieces: from a GPU through a page-locked buffer, from host memory directly.
+at an offset of a file. Memory is written in pieces, from a GPU through a copy of each, from host memory directly.
 Each piece is checked to be finite first, because broken weights must not replace good ones.
 """
 
@@ -27,6 +27,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +40,6 @@ from keyhole.offload import arena
 WORKERS = 4
 FLUSH_EVERY_S = 0.1
 PIECE_BYTES = 16 * 2**20
-BUFFER_BYTES = 4 * 2**20  # page-locked, for pieces from a GPU; 4 MiB already reach the full rate
 CHECKED_TOGETHER = 2**20  # elements; they and their integer view stay in a core's cache
 INFINITY = {  # the integer of the same width, and the bits of infinity
     torch.float32: (torch.int32, 0x7F800000),
@@ -78,10 +78,9 @@ class Source:
     def pieces(self) -> Iterator[tuple[Segment, int, torch.Tensor]]:
         """(segment, offset in its file, elements) of everything to write, from the copy if there is one."""
         flat = self.flat if self.copy is None else self.copy
-        most = BUFFER_BYTES if flat.is_cuda else PIECE_BYTES
         flat = flat if self.unpack is None else self.unpack(flat.cpu())
         for segment in self.segments:
-            parts = flat[segment.begin : segment.end].split(most // flat.element_size())
+            parts = flat[segment.begin : segment.end].split(PIECE_BYTES // flat.element_size())
             for i, part in enumerate(parts if segment.end > segment.begin else ()):
                 yield segment, segment.offset + i * len(parts[0]) * flat.element_size(), part
 
@@ -152,10 +151,7 @@ class Snapshot:
             if source.event is not None:
                 source.event.synchronize()
             copy = arena.host_memory(source.flat.nbytes).view(source.flat.dtype)
-            if source.flat.is_cuda:
-                with torch.cuda.stream(torch.cuda.Stream(self.device)):  # not behind the work that training has queued
-                    copy.copy_(source.flat)
-            else:
+            with self._stream():
                 copy.copy_(source.flat)
         except BaseException as error:  # of any kind: workers must not wait for a failed copy
             self.fail(error)
@@ -213,21 +209,15 @@ class Snapshot:
             raise self.error
 
     def _work(self, files: dict[str, int]) -> None:
-        """A worker; on a GPU it has a page-locked buffer and a stream of its own."""
+        """A worker."""
         try:
-            if self.device.type == "cuda":
-                stream = torch.cuda.Stream(self.device)
-                buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+            stream = self._stream()
             while (source := self._take()) is not None:
                 if source.event is not None:
                     source.event.synchronize()
                 for segment, offset, piece in source.pieces():
-                    if piece.is_cuda:
-                        with torch.cuda.stream(stream):
-                            host = buffer[: piece.nbytes].view(piece.dtype).copy_(piece, non_blocking=True)
-                        stream.synchronize()
-                    else:
-                        host = piece
+                    with stream:
+                        host = piece.cpu()
                     check_finite(host, segment.tensor)
                     write_at(files[segment.file], host.view(torch.uint8).numpy().data, offset)
                 with self.turn:
@@ -236,6 +226,10 @@ class Snapshot:
                     self.turn.notify_all()
         except BaseException as error:  # of any kind: training must not wait for a dead worker
             self.fail(error)
+
+    def _stream(self) -> AbstractContextManager[object]:
+        """A context of copies from the GPU that are not behind the work that training has queued; elsewhere empty."""
+        return torch.cuda.stream(torch.cuda.Stream(self.device)) if self.device.type == "cuda" else nullcontext()
 
     def _take(self) -> Source | None:
         """The next source to write; None when there is none left."""

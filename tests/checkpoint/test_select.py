@@ -91,10 +91,14 @@ def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -
 
 
 def test_a_link_to_a_checkpoint_does_not_stand_for_it(root: Path) -> None:
-    """A user's link with the highest number: the checkpoint behind it is still the newest, and stays."""
+    """A user's link with the highest number: the checkpoint behind it is still the newest, and stays. So does what is
+    behind a link in the place of an old one."""
     (root / "checkpoint-99").symlink_to(root / "checkpoint-12")
+    os.replace(root / "checkpoint-4", root / "moved")
+    (root / "checkpoint-4").symlink_to(root / "moved")
     select.prune(root, 1, up_to=99)
-    assert everything(root) == ["checkpoint-12", "checkpoint-99"]
+    assert everything(root) == ["checkpoint-12", "checkpoint-4", "checkpoint-99", "moved"]
+    verify(root / "moved")
 
 
 def test_the_rest_of_a_deletion_is_not_called_a_strangers(root: Path) -> None:
@@ -225,15 +229,6 @@ def test_what_has_the_name_of_a_new_checkpoint_gets_another_one(held: Path, mode
     assert set(MINE) < set(files(held / "checkpoint-2.kept")) and (held / "checkpoint-7.kept").is_symlink()
     assert (held / "checkpoint-8.kept").read_text() == "mine"
     assert not [path for path in held.iterdir() if path.name.startswith(".")]
-
-
-def test_links_are_not_followed(held: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    elsewhere = tmp_path_factory.mktemp("disk") / "moved"
-    os.replace(held / "checkpoint-2", elsewhere)
-    (held / "checkpoint-2").symlink_to(elsewhere)
-    before = files(elsewhere)
-    select.prune(held, 1, 4)
-    assert (held / "checkpoint-2").is_symlink() and files(elsewhere) == before
 
 
 def test_a_checkpoint_whose_state_is_unreadable_is_set_aside(held: Path) -> None:

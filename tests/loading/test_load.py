@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 import keyhole
-from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.loading import choose_device
 from keyhole.methods import CLASSES
@@ -46,17 +45,6 @@ def shard(path: Path, count: int) -> None:
         save_file(part, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def test_names_without_the_prefix(saved: Path, broken: Path) -> None:
-    """Checkpoints of the bare decoder (as GPT-2's are) go through Transformers' own loader, to the same bits."""
-    gpt2 = keyhole.load(config("gpt2"), init="random", device="cpu")
-    gpt2.save_pretrained(broken)
-    file = broken / "model.safetensors"
-    tensors = {name.removeprefix("transformer."): x for name, x in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    back = keyhole.load(broken, device="cpu", placement="stream")
-    assert torch.equal(back.nll(batch())[0], gpt2.nll(batch())[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, "float64", torch.int8, "fp16"])
@@ -332,10 +320,6 @@ def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_file_is_not_a_model(saved: Path) -> None:
     with pytest.raises(UserError, match="config.json is a file; give the directory"):
         keyhole.load(saved / "config.json", device="cpu")
-
-
-def test_the_embedded_model_by_its_name() -> None:
-    assert Path(keyhole.load("demo", device="cpu").source) == assets.MODEL
 
 
 def test_wrong_arguments() -> None:

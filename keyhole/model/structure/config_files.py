@@ -49,8 +49,12 @@ def check_config_file(path: Path) -> None:
         if key in WORDS and not isinstance(value, str | None):
             raise UserError(f"model: {path}: {key} is {value!r:.60}; a word is expected")
         check_implementation(key, value, path)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            _check_size(key, value, path)
+        counts_layers, is_size = any(word in key for word in LAYERS), key.endswith(SIZES)
+        if isinstance(value, int | float) and (counts_layers or is_size or key in POSITIONS):
+            if value > (MOST_LAYERS if counts_layers else MOST_SIZE if is_size else MOST_POSITIONS):
+                is_short = isinstance(value, float) or value.bit_length() < 1000
+                shown = f"{value:g}" if is_short else "beyond all numbers"
+                raise UserError(f"model: {path}: {key} is {shown}, more than any model has")
 
 
 def check_implementation(key: str, value: object, where: object) -> None:
@@ -68,14 +72,6 @@ def _entries(config: dict[str, object], depth: int = 0) -> Iterator[tuple[str, o
         if isinstance(value, dict) and depth < 4:
             yield from _entries(value, depth + 1)
         yield key, value
-
-
-def _check_size(key: str, value: float, path: Path) -> None:
-    counts_layers = any(word in key for word in LAYERS)
-    most = MOST_LAYERS if counts_layers else MOST_SIZE if key.endswith(SIZES) else MOST_POSITIONS
-    if value > most and (counts_layers or key.endswith(SIZES) or key in POSITIONS):
-        shown = f"{value:g}" if isinstance(value, float) or value.bit_length() < 1000 else "beyond all numbers"
-        raise UserError(f"model: {path}: {key} is {shown}, more than any model has")
 
 
 OF_ROUTERS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")

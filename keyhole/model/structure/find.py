@@ -146,11 +146,6 @@ def find_experts(module: nn.Module) -> Experts | None:
     return found if fits and max(stack.numel() for stack in found.stacks) > STACK_NUMEL else None
 
 
-def expert_units(module: nn.Module) -> bool:
-    """Whether the model's large stacks are computed one expert at a time; set when it is built (skeleton.py)."""
-    return bool(vars(module).get("keyhole_expert_units", True))
-
-
 @dataclass(frozen=True)
 class Parts:
     """The parts of a module. tiled_layers: how many leaves have a matrix that may be cut by rows."""
@@ -181,8 +176,8 @@ def find_parts(module: nn.Module) -> Parts:
     leaves = [leaf for of_block in own_leaves for leaf in of_block]
     uses = Counter(id(p) for leaf in leaves for p in leaf.parameters())
     large = [leaf for leaf in leaves if row_tiles(leaf)]
-    candidates = leaves if expert_units(module) else []
-    experts = {id(leaf): found for leaf in candidates if (found := find_experts(leaf))}
+    by_expert = vars(module).get("keyhole_expert_units", True)  # set when it is built (skeleton.py)
+    experts = {id(leaf): found for leaf in leaves if by_expert and (found := find_experts(leaf))}
     outside = tables | {id(leaf.bias) for leaf in large}
     outside |= {id(bias) for found in experts.values() for bias in found.biases}
     in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # shared ones go to the spine

@@ -170,7 +170,10 @@ def build(
     for owner in module.modules():
         for name, param in owner._parameters.items():
             if param is not None:
-                owner._parameters[name] = stand_ins.setdefault(id(param), _stand_in(param, dtype))
+                on_meta = param.device.type == "meta"
+                data = torch.zeros((), dtype=dtype).expand(param.shape) if on_meta else param.data.to(dtype)
+                own = nn.Parameter(data, requires_grad=param.requires_grad)
+                owner._parameters[name] = stand_ins.setdefault(id(param), own)
     for name, buffer in saved_buffers(module).items():
         if any(part in name for part in module._keep_in_fp32_modules_strict or ()):
             buffer.data = buffer.data.float()
@@ -229,9 +232,3 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         for name in owner._buffers.keys() - owner._non_persistent_buffers_set
     }
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
-
-
-def _stand_in(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    if param.device.type != "meta":
-        return nn.Parameter(param.data.to(dtype), requires_grad=param.requires_grad)
-    return nn.Parameter(torch.zeros((), dtype=dtype).expand(param.shape), requires_grad=param.requires_grad)

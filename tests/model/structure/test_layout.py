@@ -8,7 +8,7 @@ from keyhole.model.structure import layout as layout_module
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import ALIGN, Layout, find_layout
 from keyhole.model.structure.skeleton import build
-from tests.model.decoders import LAYERS, NAMES, VOCAB, config
+from tests.model.decoders import NAMES, VOCAB, config
 
 
 def skeleton(name: str) -> nn.Module:
@@ -61,14 +61,6 @@ def test_cut_does_not_move_elements(name: str) -> None:
     assert whole.tensors == cut.tensors and whole.numel == cut.numel
     assert len(cut.of_kind("block")) >= len(whole.of_kind("block")) == whole.block_count
     assert whole.spine.tensors == cut.spine.tensors
-
-
-def test_cut_makes_one_unit_a_matrix() -> None:
-    """With a cap of one element each linear layer of a Llama block is a unit of its own, entered at that layer."""
-    cut = find_layout(skeleton("llama"), max_unit_numel=1)
-    assert len(cut.of_kind("block")) == 7 * LAYERS
-    for unit in cut.of_kind("block"):
-        assert len(unit.tensors) == 1 and unit.modules[0].weight is unit.tensors[0].param
 
 
 @pytest.mark.parametrize(("name", "tied"), [("qwen2", True), ("llama", False), ("gpt2", True), ("phi", False)])
