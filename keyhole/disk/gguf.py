@@ -234,9 +234,6 @@ class GGUFShard:
         prefix = f"{self.header.architecture}."
         return {key.removeprefix(prefix): v for key, v in self.header.about.items() if key.startswith(prefix)}
 
-    def keys(self) -> list[str]:
-        return list(self.entries)
-
     def get_tensor(self, name: str) -> "torch.Tensor":
         """The weights as numbers: float32 if they were packed."""
         import torch

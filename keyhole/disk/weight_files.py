@@ -93,7 +93,6 @@ class Stored:
 class Shard(Protocol):
     """One open weight file."""
 
-    def keys(self) -> list[str]: ...
     def get_tensor(self, name: str) -> "torch.Tensor": ...
 
 
@@ -108,9 +107,6 @@ class _Pickled:
         if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
             raise ValueError("it is no table of tensors by name")
         self.tensors: dict[str, torch.Tensor] = found
-
-    def keys(self) -> list[str]:
-        return list(self.tensors)
 
     def get_tensor(self, name: str) -> "torch.Tensor":
         return self.tensors[name]
@@ -225,7 +221,8 @@ def tensors_in(path: Path) -> dict[str, Stored]:
     if isinstance(shard, GGUFShard):
         forms = {name: "" if entry.form in PLAIN else entry.form for name, entry in shard.entries.items()}
         return {n: Stored(path.name, shard.entries[n].shape, form, GRIDS.get(form)) for n, form in forms.items()}
-    found = {name: shard.get_tensor(name) for name in shard.keys()}
+    assert isinstance(shard, _Pickled)  # the third kind of file
+    found = shard.tensors
     kinds = {name: "F32" if t.is_floating_point() else str(t.dtype) for name, t in found.items()}
     return {name: Stored(path.name, tuple(t.shape), dtype=kinds[name]) for name, t in found.items()}
 

@@ -262,7 +262,7 @@ def add_saved(model: Model, path: Path) -> str:
     config.target_modules = find_targets(model, targets if isinstance(targets, str) else sorted(targets))
     found = inject(model, config, seed=0)
     names = {_in_file(name): param for name, param in found.weights.items()}
-    if differ := sorted(set(shard.keys()) ^ set(names)):
+    if differ := sorted(set(tensors_in(file)) ^ set(names)):
         raise UserError(
             f"model: the adapters in {file} are not those that {path / 'adapter_config.json'} describes: "
             f"{differ[0]} is in one of them only ({len(differ)} such names)"

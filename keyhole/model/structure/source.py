@@ -28,7 +28,7 @@ import difflib
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def find_file(model: str | Path, name: str) -> Path:
 
     try:
         return Path(hf_hub_download(str(model), name, local_files_only=is_local(model)))
-    except Exception as error:  # as in _download
+    except Exception as error:  # as in find_directory
         raise _not_had(model, error) from error
 
 
@@ -149,28 +149,24 @@ def find_directory(model: str | Path) -> Path:
     check_name(model)
     if Path(model).is_dir():
         return Path(model)
-    directory = _download(model, WEIGHT_PATTERNS)
-    if not any(directory.glob("*.safetensors")):
-        directory = _download(model, [*WEIGHT_PATTERNS, *PICKLED_PATTERNS])
-    return directory
-
-
-def _download(model: str | Path, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
+    local, directory = is_local(model), Path()
     try:
-        return Path(
-            snapshot_download(
-                str(model), allow_patterns=[*patterns], ignore_patterns=NOT_READ, local_files_only=is_local(model)
+        for patterns in (WEIGHT_PATTERNS, [*WEIGHT_PATTERNS, *PICKLED_PATTERNS]):
+            directory = Path(
+                snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=NOT_READ, local_files_only=local)
             )
-        )
+            if any(directory.glob("*.safetensors")):
+                break
     except Exception as error:  # no network, no such model, no access, disk full: they have no common type
         raise _not_had(model, error) from error
+    return directory
 
 
 def _not_had(model: str | Path, error: Exception) -> UserError:
     """The error for each way in which the hub, the network or the disk can fail, with what to do about it."""
-    from huggingface_hub import errors, get_token
+    from huggingface_hub import constants, errors, get_token
 
     if not hub_answers():
         offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
@@ -181,10 +177,10 @@ def _not_had(model: str | Path, error: Exception) -> UserError:
             f"model: {model} is not a directory here, and {why}; {before}. Check the name and the network, or give the "
             "directory of a copy"
         )
-    what = f"model: {model} is not a directory here, and "
+    what, page = f"model: {model} is not a directory here, and ", f"{constants.ENDPOINT}/{model}"
     if isinstance(error, errors.GatedRepoError):
         return UserError(
-            f"{what}on the hub it is gated: accept its conditions at {hub_page(model)}, wait until access is granted, "
+            f"{what}on the hub it is gated: accept its conditions at {page}, wait until access is granted, "
             "and log in (hf auth login, or HF_TOKEN=...)"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -199,7 +195,7 @@ def _not_had(model: str | Path, error: Exception) -> UserError:
     if isinstance(error, errors.RemoteEntryNotFoundError):
         return UserError(
             f"{what}on the hub it has no config.json: it is no model that Transformers reads (a GGUF file? an "
-            f"adapter?); see {hub_page(model)}"
+            f"adapter?); see {page}"
         )
     said = " ".join(str(error).split())
     return UserError(
@@ -207,13 +203,6 @@ def _not_had(model: str | Path, error: Exception) -> UserError:
         "your access to it (hf auth login) and the room on the disk, or give the directory of a copy; files that were "
         "downloaded whole are kept, and the next attempt fetches the others"
     )
-
-
-def hub_page(model: str | Path) -> str:
-    """The address of a model's page."""
-    from huggingface_hub import constants
-
-    return f"{constants.ENDPOINT}/{model}"
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
