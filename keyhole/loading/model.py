@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from keyhole.errors import UserError
+from keyhole.limits import Count, fits
 from keyhole.loading.homes import make_engine
 from keyhole.loading.prepare import Prepared, check_source, choose_device, find_source
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
@@ -196,15 +196,12 @@ def _check_work(work: object) -> None:
         meant = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(METHODS)}"
         raise UserError(f"workload: there is no method {work.method!r}; {meant}")
     for name in ("tokens", "passes"):
-        value = getattr(work, name)
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        if not fits(value := getattr(work, name), Count):
             raise UserError(f"workload: {name}: found {value!r}, expected a whole number of at least 1")
 
 
 def _shared_work(work: Workload, ranks: Ranks) -> Workload:
     """One rank's share of the workload."""
-    if not ranks.several:
-        return work
     return replace(work, passes=-(-work.passes // ranks.size), ranks=ranks.size, local_ranks=ranks.local_size)
 
 
