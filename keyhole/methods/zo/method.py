@@ -37,8 +37,6 @@ from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.directions import Closure, Dense, losses_at_looks
 from keyhole.methods.zo.estimators import ESTIMATORS, look_at
 from keyhole.methods.zo.low_rank.directions import LowRank
-from keyhole.methods.zo.low_rank.factors import Factors
-from keyhole.methods.zo.low_rank.guide import Guide
 from keyhole.methods.zo.low_rank.parts import find_parts
 from keyhole.methods.zo.recorded_step import RecordedSteps
 from keyhole.methods.zo.traits import ZO as ROW
@@ -73,6 +71,7 @@ class ZO(Method):
         model.binding.forget()
         kind = LowRank if own.rank else Dense
         self.directions: Dense = kind(model, self.update, own, len(self.estimator.pairs))
+        self.factors, self.guide = self.directions.factors, self.directions.guide
         self.recorded = RecordedSteps(self.directions, own.deferred_update)
 
     @classmethod
@@ -116,16 +115,6 @@ class ZO(Method):
         own = torch.stack(parts) if parts else torch.zeros(0, device=self.model.device)
         sums = self.model.ranks.in_order(own, [looks.count] * looks.looks)
         return sums.view(looks.looks, -1).sum(dim=1) / max(1, looks.loss_count)
-
-    @property
-    def factors(self) -> Factors | None:
-        """What directions of low rank learn beside the weights; None: directions are dense."""
-        return self.directions.factors
-
-    @property
-    def guide(self) -> Guide | None:
-        """Finds the directions of each period; None: they are random."""
-        return self.directions.guide
 
     @property
     def rows_ahead(self) -> tuple[int, int] | None:

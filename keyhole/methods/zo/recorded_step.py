@@ -69,8 +69,7 @@ class RecordedSteps:
             return self.directions.run(looks)
         if (recording := recorder.recordings.get(key)) is None:
             return self._record(key, looks)
-        self._static(key, looks)
-        self._set_numbers()
+        self._stage(key, looks)
         nll, _ = recording.replay()
         self.replays += 1
         self.update.replayed(self.counted[key])
@@ -93,8 +92,15 @@ class RecordedSteps:
         shapes = tuple(signature_of(opened(batch)) for batch in looks.batches)
         return None if None in shapes else (tuple(looks.pairs), shapes, addresses, settings)
 
-    def _static(self, key: Hashable, looks: Looks) -> Looks:
-        """The same looks at a batch in static memory."""
+    def _stage(self, key: Hashable, looks: Looks) -> Looks:
+        """Writes the batch, the pending update and the step numbers to static memory; returns the same looks at the
+        batch there."""
+        pending = self.update.waiting[-1]
+        if not self.coef.numel():
+            self.coef = torch.empty_like(pending.coef)
+        self.coef.copy_(pending.coef)
+        self.before.set(0.0, cast(int, pending.step))
+        self.now.set(0.0, cast(int, self.directions.step))  # on the device within `captured` only
         tensors = tensors_of([opened(batch) for batch in looks.batches])
         static = iter(self.recorder.copy_in(key, tensors))
         return replace(looks, batches=[closed(batch, with_tensors(opened(batch), static)) for batch in looks.batches])
@@ -107,7 +113,7 @@ class RecordedSteps:
         if not self._has_room(homes, looks):
             self.recorder.why = "there is not enough free memory"
             return directions.run(looks)
-        self._set_numbers()
+        static = self._stage(key, looks)
         state = [*homes, update.changed]
         before = [x.clone() for x in state]
         blocks = model.blocks if is_plain(looks.passes) else []
@@ -117,7 +123,7 @@ class RecordedSteps:
         try:
             restore(state, before)
             with update.trial(self.coef, self.before.step), left_out(blocks, without_mask):
-                made = self._capture(self._static(key, looks), state)
+                made = self._capture(static, state)
                 self.counted[key] = set(update.counted)
             self.recorder.verify(key, made, [expected, after])
             return expected
@@ -135,15 +141,6 @@ class RecordedSteps:
         finally:
             if model.device.type == "cuda":
                 model.engine.compute = torch.cuda.current_stream(model.device)
-
-    def _set_numbers(self) -> None:
-        """Writes the pending update and the step numbers to the device."""
-        pending = self.update.waiting[-1]
-        if not self.coef.numel():
-            self.coef = torch.empty_like(pending.coef)
-        self.coef.copy_(pending.coef)
-        self.before.set(0.0, cast(int, pending.step))
-        self.now.set(0.0, cast(int, self.directions.step))  # on the device within `captured` only
 
     def _has_room(self, homes: list[torch.Tensor], looks: Looks) -> bool:
         """homes: those that a step changes."""

@@ -76,9 +76,8 @@ class WriteBack:
 
     def describe(self) -> list[str]:
         """Lines for the start block."""
-        if not self.decides and (self.every == 1 or not self.patient):
+        if not self.patient or (self.every == 1 and not self.decides):
             return []
-        when = f"every {self.every} steps"
-        if self.decides:
-            when = f"every step, or every {EVERY} while the GPU waits more than {START:.0%} of its time for the link"
+        waits = f"every step, or every {EVERY} while the GPU waits more than {START:.0%} of its time for the link"
+        when = waits if self.decides else f"every {self.every} steps"
         return [f"write-backs of a streamed block: {when} (same weights, less traffic)"]

@@ -86,7 +86,10 @@ class BlockGraphs(Recorder):
         def forward(*args: Any, **kwargs: object) -> Any:
             conductor, ordinary = self.model.conductor, self.ordinary[i]
             steady = conductor is not None and conductor.steady
-            if not (adjacent and steady and args and self._is_small(unit, args[0])) or hooks.any():
+            if not (adjacent and steady and args) or hooks.any():
+                return ordinary(*args, **kwargs)
+            flop = 2 * unit.numel * args[0].numel() // args[0].shape[-1]  # large products take longer than their launch
+            if flop > (SMALL_FLOP if self.model.methods.low_rank is None else SMALL_FLOP_WITH_FACTORS):
                 return ordinary(*args, **kwargs)
             inputs = signature_of((*args, *kwargs.values()))
             added = None if self.model.methods.low_rank is None else self.model.methods.low_rank.graph_key()
@@ -103,11 +106,6 @@ class BlockGraphs(Recorder):
             return self._replay(here, ordinary, args, kwargs)
 
         return forward
-
-    def _is_small(self, unit: Unit, hidden: torch.Tensor) -> bool:
-        """Large products keep the GPU busy for longer than their launch takes, so a graph gains nothing."""
-        limit = SMALL_FLOP if self.model.methods.low_rank is None else SMALL_FLOP_WITH_FACTORS
-        return 2 * unit.numel * hidden.numel() // hidden.shape[-1] <= limit
 
     def _use_own_vectors(self, vectors: list[FlatTensor], first: int, span: int, key: tuple) -> None:
         """Copies the block's part of the spine to memory that all blocks share, and points the parameters there."""

@@ -46,6 +46,8 @@ class _Reached(Exception):
 class Head:
     """The part of an HF causal LM after its decoder."""
 
+    to_device = staticmethod(checks.to_device)
+
     def __init__(self, module: Any) -> None:
         self.module = module
         self.decoder = find_decoder(module)
@@ -59,10 +61,6 @@ class Head:
             checks.check(batch, row_count)
         checks.check_alike(batches)
         checks.warn_if_untrained(batches)
-
-    def to_device(self, batch: Batch, device: torch.device, shares: bool = False, most: int = 0) -> DeviceBatch:
-        """Copies a checked batch to the device. shares: candidates may share rows; most: tokens of joined rows."""
-        return checks.to_device(batch, device, shares, most)
 
     def states(self, batch: DeviceBatch) -> torch.Tensor:
         """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them."""

@@ -41,7 +41,7 @@ class Pass:
         self.index, self.stack = index, stack
         stack.gr_context = copy_context()
         self.unit: Unit | None = None  # None: it has not entered any
-        self.ahead: list[Unit] = []  # expert units that it has announced
+        self.ahead: list[Unit] = []  # expert units that it has announced: those that it will need next
         self.result: Any = None
 
     def meet(self, unit: Unit) -> None:
@@ -51,10 +51,6 @@ class Pass:
         assert parent is not None
         parent.switch()
         torch.set_grad_enabled(grad)
-
-    def will_meet(self, units: list[Unit]) -> None:
-        """Announces the expert units that the pass will need next."""
-        self.ahead = units
 
 
 class Lockstep:

@@ -115,7 +115,7 @@ def _by_expert(model: Callable[[], Any], experts: Experts, units: Any) -> Callab
             return owner.expert_gradients.run(experts, units, routed, x_TH, top_k_weights)
         current = None if units is None or owner.conductor is None else owner.conductor.current
         if current is not None:
-            current.will_meet([units[side][e] for e, _, _ in routed for side in (0, 1)])
+            current.ahead = [units[side][e] for e, _, _ in routed for side in (0, 1)]
 
         def weigh(expert: int, side: int) -> torch.Tensor:
             stack = experts.stacks[side]

@@ -148,13 +148,13 @@ class FactoredLayers(LowRank):
         """Folds periods into a unit that is on the device as at home, and updates its vectors."""
         factors = self.factors
         first, last = (0, None) if unit.rows is None else unit.rows
-        matrices, vectors = factors.parts.of(unit)
+        inside = {id(tensor.param) for tensor in unit.tensors}
         for fold in folds:
-            for matrix in matrices:
+            for matrix in [one for one in factors.parts.matrices if id(one.tensor.param) in inside]:
                 part = view(w, matrix.tensor, unit.start) if last is None else w[: (last - first) * matrix.inputs]
                 rows = factors.rows(fold.a, matrix.a), factors.rows(fold.v, matrix.v)
                 self._add(matrix, part.view(-1, matrix.tensor.shape[1]), rows, fold.step, first)
-        for vector in vectors:
+        for vector in [one for one in factors.parts.vectors if id(one.tensor.param) in inside]:
             view(w, vector.tensor, unit.start).copy_(vector_at(factors.now, vector))
 
     def _add(self, matrix: Matrix, w: torch.Tensor, rows: Rows, step: int, first_row: int = 0) -> None:

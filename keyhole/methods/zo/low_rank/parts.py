@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from keyhole.errors import UserError
 from keyhole.methods.base import Skeleton
 from keyhole.model.model import Model
-from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.reach import reads_inside
 
 ALIGN = 8192  # a tile of noise
@@ -70,12 +70,6 @@ class Parts:
     v_numel: int
     start: int  # index of the first factor
     v_start: int
-
-    def of(self, unit: Unit) -> tuple[list[Matrix], list[Vector]]:
-        """Those of a unit."""
-        inside = {id(tensor.param) for tensor in unit.tensors}
-        matrices = [matrix for matrix in self.matrices if id(matrix.tensor.param) in inside]
-        return matrices, [vector for vector in self.vectors if id(vector.tensor.param) in inside]
 
 
 def _trained(layout: Layout) -> dict[int, FlatTensor]:
