@@ -145,7 +145,7 @@ def _fill(loaded: Model, ready: Prepared, seed: int, fresh_head: bool) -> None:
     source = ready.source
     if source.weights is None:
         raise UserError('a config object has no weights: pass init="random", or a model directory')
-    given_head = source.beside is not None and source.beside.is_light
+    given_head = source.beside is not None and source.beside.original is not None
     fresh = fill_from(loaded, source.weights, ready.choice.dtype, fresh_head=fresh_head or given_head)
     loaded.drawn_head = fresh
     if not given_head:

@@ -139,18 +139,18 @@ class ZOConfig(MethodSettings):
 
     def faults(self, around: Around) -> Iterator[Fault]:
         usual, low, fp8, steps = self.usual, self.rank is not None, around.wire == "fp8", around.max_steps or 0
-        few = f"found {self.count}; {self.estimator} needs {usual.least} at least, to know a spread"
-        spread = f"has no meaning with zo.estimator={self.estimator}, which scales by a spread; leave it out"
-        full = "finds directions of low rank; set zo.rank=1 (or more), or zo.guide=null"
-        product = "does not go with zo.rank, whose layers have a product of their own; set compile=false"
-        alone = "zo.rank leaves the weights alone within a period, so they cannot decay; set it to 0"
         rules = (
-            (self.count < usual.least, "zo.directions", few),
-            (self.clip is not None and not usual.clips, "zo.clip", spread),
-            (not low and self.guide is not None, "zo.guide", full),
+            (self.count < usual.least, "zo.directions",
+             f"found {self.count}; {self.estimator} needs {usual.least} at least, to know a spread"),
+            (self.clip is not None and not usual.clips, "zo.clip",
+             f"has no meaning with zo.estimator={self.estimator}, which scales by a spread; leave it out"),
+            (not low and self.guide is not None, "zo.guide",
+             "finds directions of low rank; set zo.rank=1 (or more), or zo.guide=null"),
             (not low and not self.fold, "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"),
-            (low and self.compile, "compile", product),
-            (low and self.weight_decay, "weight_decay", alone),
+            (low and self.compile, "compile",
+             "does not go with zo.rank, whose layers have a product of their own; set compile=false"),
+            (low and self.weight_decay, "weight_decay",
+             "zo.rank leaves the weights alone within a period, so they cannot decay; set it to 0"),
             (low and self.fold and fp8, "wire", "fp8 weights are not rounded anew by zo.rank; set zo.fold=false, or "
              "another wire"),
             (fp8 and not self.light and steps > self.fp8_steps, "wire", self.refusal(steps)),

@@ -117,9 +117,10 @@ def test_other_bits_are_noticed() -> None:
     """A recording that reads a number of its own step only is not used."""
 
     class Stuck(Imitated):
-        def _set_numbers(self) -> None:
-            super()._set_numbers()
+        def _stage(self, key: Any, looks: Looks) -> Looks:
+            static = super()._stage(key, looks)
             self.now.step.fill_(0)
+            return static
 
     recorded = trained(Stuck, {}, two_lengths, device="cpu", dtype="float32")
     plain = trained(None, {}, two_lengths, device="cpu", dtype="float32")

@@ -84,7 +84,6 @@ class Guide:
         self.run: str | None = None
         self.ahead: list[Batch] = []
         self.inputs: Inputs | None = None  # during the passes
-        self.random: int | None = None  # number of layers that kept their random V, in the last period
 
     @property
     def is_due(self) -> bool:
@@ -131,12 +130,11 @@ class Guide:
             principal_errors(d_NH, ops.draw_noise(math.prod(shape), offset=after, **how).view(shape)), v
         )
         random = len(parts.matrices) - solved
-        if random and random != self.random:
+        if random:
             warn(
                 f"zo.guide: V of {random} of {len(parts.matrices)} layers is random in this period: their inputs are "
                 "not the tokens of a batch, each once"
             )
-        self.random = random
         return v
 
     # -- files beside a journal ------------------------------------------------------------------------------------

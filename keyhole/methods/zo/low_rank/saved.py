@@ -31,15 +31,12 @@ class SavedFactors:
     directory: Path
     own: ZOConfig  # filled: without settings that are null for the estimator's default
     steps: int
-    original: str | None  # the model whose weights they belong to; None: the weights in the directory
+    # The model whose weights they belong to: those that change are with the factors, a new head too. None: the weights
+    # in the directory.
+    original: str | None
     wire: str | None = None  # the format of these weights: factors were trained beside the rounded weights
     freeze: str | list[str] | None = None  # what the run did not train has no factors
     base: str | None = None  # the hash of the original's weights
-
-    @property
-    def is_light(self) -> bool:
-        """Whether the weights are another model's: those that change are with the factors, a new head too."""
-        return self.original is not None
 
     def weights(self) -> Path:
         """The directory that holds the weights. UserError if the original is not there, or not what it was: the factors
