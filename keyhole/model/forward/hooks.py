@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import Unit
+from keyhole.weak import weakly
 
 
 def install_hooks(model: Any) -> None:
@@ -77,14 +78,6 @@ def install_hooks(model: Any) -> None:
             module.weight.data = rows_MH
         return (torch.arange(ids.numel(), device=ids.device).view(ids.shape),)
 
-    def on_save() -> None:
-        if (owner := model_of()) is not None:
-            owner.methods.used_directly("save_pretrained")
-
-    def on_state_dict() -> None:
-        if (owner := model_of()) is not None:
-            owner.methods.settle()
-
     blocks = model.layout.of_kind("block")
     for unit in blocks:
         for owner in unit.modules:
@@ -92,8 +85,8 @@ def install_hooks(model: Any) -> None:
     for block, owner in enumerate(find_blocks(model.module)):  # after on_enter, so that the unit is already bound
         model.patches.pre_hook(owner, on_block(block, [u for u in blocks if u.block == block]))
     model.patches.pre_hook(model.embedding, on_embed)
-    model.patches.before_saving(model.module, on_save)
-    model.patches.before_state_dict(model.module, on_state_dict)
+    model.patches.before_saving(model.module, partial(weakly(model.methods.used_directly), "save_pretrained"))
+    model.patches.before_state_dict(model.module, weakly(model.methods.settle))
 
 
 class Patches:
