@@ -133,16 +133,6 @@ def test_an_odd_number_of_looks() -> None:
     assert equal(weights(resident), weights(away)) and all(map(torch.isfinite, map(torch.tensor, expected)))
 
 
-def test_looks_in_one_pass_equal_passes_of_their_own() -> None:
-    """The rows of both signs in one product give the losses of two passes, up to rounding."""
-    losses = []
-    for together in (True, False):
-        opt = keyhole.ZO(load("opt"), 1e-3, eps=EPS, seed=SEED, directions=2, **LOW)
-        opt.directions.layers.together = together
-        losses.append([float(opt.step([batch(seed=t), batch(seed=9, length=6)])) for t in range(4)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 @in_every_run(lambda fold, dtype: fold == (dtype == "bfloat16"))
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -256,7 +246,7 @@ def test_what_does_not_go_together_is_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["opt", "llama"])
+@pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_the_gpu_streamed_equals_resident(name: str, dtype: str) -> None:
     """Random schedules with delayed streams and poisoned slots give the resident run's bits."""
@@ -341,22 +331,6 @@ def test_packed_weights_stay_as_they_are() -> None:
         keyhole.ZO(model)
     with pytest.raises(UserError, match="set zo.fold=false"):
         keyhole.ZO(load("opt", wire="fp8"), rank=2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["opt", "llama", "gpt2"])
-def test_graphs_change_no_number(name: str) -> None:
-    """Blocks launched as CUDA graphs of their own give the bits of blocks launched kernel by kernel."""
-    batches = [batch(seed=1), batch(seed=2, length=6)]
-    expected = train(plain := load(name, device="cuda", graphs=False), 9, batches, directions=2, **LOW)
-    for where in ("resident", "stream"):
-        model = load(name, device="cuda", placement=where)
-        assert train(model, 9, batches, directions=2, **LOW) == expected
-        assert equal(weights(plain), weights(model))
-        if where == "resident":
-            assert any(model.graphs.checked.values()) and all(model.graphs.recordings.values())
-        model.close()
 
 
 def test_a_rank_above_the_sides_of_all_matrices_is_refused() -> None:
