@@ -28,7 +28,7 @@ import copy
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -175,20 +175,25 @@ def _fresh(value: object) -> Any:
     return value if not isinstance(value, torch.Tensor) or value.requires_grad else value.data
 
 
+ANCHOR = torch.zeros((), requires_grad=True)  # an input of every entrance, so that autograd walks to it; no gradient
+
+
 class BlockGraph:
     """The autograd graph of one run of a block, cut off from the rest of the model: it begins at entrances, which do
     not keep its inputs, and ends at edges of its floating-point outputs, which hold no tensor."""
 
     def __init__(self) -> None:
-        self.anchor = torch.zeros((), requires_grad=True)
         self.edges: list[GradientEdge | None] = []
         self.arrived: Gradients = {}
+
+    def add_grad(self, place: int, grad: torch.Tensor) -> None:
+        self.arrived[place] = grad
 
     def enter(self, values: Values, places: list[int]) -> Values:
         """The values with those that have gradients in the graph."""
         inside = list(values)
         for i in places:
-            inside[i] = _Entrance.apply(self.anchor, values[i].detach(), self, i)
+            inside[i] = enter(values[i], self, i)
         return inside
 
     def leave(self, result: Result) -> Result:
@@ -208,7 +213,7 @@ class BlockGraph:
         if edges and parameters is None:
             torch.autograd.backward(edges, of_edges, retain_graph=keep)
         elif edges and parameters is not None:
-            wanted = [self.anchor, *parameters]  # the anchor, so that gradients reach the entrances
+            wanted = [ANCHOR, *parameters]  # so that gradients reach the entrances
             _, *of_parameters = torch.autograd.grad(edges, wanted, of_edges, allow_unused=True, retain_graph=keep)
         arrived, self.arrived = dict(sorted(self.arrived.items())), {}
         return arrived, of_parameters
@@ -227,15 +232,23 @@ class BlockGraph:
         return False
 
 
-class _Entrance(torch.autograd.Function):
-    """Passes a tensor into a graph that does not keep it, and notes its gradient."""
+def enter(x: torch.Tensor, owner: "TakesGradients", place: int) -> torch.Tensor:
+    """x as the beginning of a graph that does not keep it. Its gradient goes to the owner, which is alive then."""
+    found: torch.Tensor = _Entrance.apply(ANCHOR, x.detach(), weakref.ref(owner), place)  # weak: it may hold the graph
+    return found
 
+
+class TakesGradients(Protocol):
+    def add_grad(self, place: int, grad: torch.Tensor) -> None: ...
+
+
+class _Entrance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, graph: BlockGraph, place: int) -> torch.Tensor:
-        ctx.graph, ctx.place = weakref.ref(graph), place  # weak: its edges hold this node
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, owner: Callable[[], Any], place: int) -> torch.Tensor:
+        ctx.owner, ctx.place = owner, place
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.graph().arrived[ctx.place] = grad
+        ctx.owner().add_grad(ctx.place, grad)
         return None, None, None, None

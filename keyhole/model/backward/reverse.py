@@ -215,16 +215,10 @@ class Reverse:
 
     def _reverse_end(self, grads: list[Any], last: bool) -> None:
         """What comes after the last block. Its graph goes, if no further backward pass needs it: it holds the outputs
-        of the last block, their gradients, and of a norm the same in float32, for every micro-batch. Not if there are
-        graphs between blocks: gradients arrive at outputs through them, which must be alive then. (Parts of it may
-        belong to the graph before the first block, too: each part is freed with its last owner.)"""
-        goes = last and not self.tape.uses_graphs_between_blocks
+        of the last block, their gradients, and of a norm the same in float32, for every micro-batch."""
         for i, grad_NH in enumerate(grads):
             torch.autograd.backward(self.hidden[i], grad_NH, retain_graph=True)
-            if goes:
-                for stop in self.tape.stops:
-                    if i in stop:
-                        stop[i].collect()
+            if last:
                 self.hidden[i] = grads[i] = None
         if last:
             self.vocabulary.drop_hidden()

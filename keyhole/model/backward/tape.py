@@ -14,10 +14,11 @@ block. Each visit of a block by a pass is one of two:
     block    KeptInputs on the device          host    KeptInputs in host memory          none    KeptGraph
     auto     KeptGraph for the last blocks, as many as fit, and for the others as "block"
 
-A block's outputs are passed on as new leaves. So the operations between two blocks (usually none: the next block gets
-the same tensor) form a small graph of their own, as do the embedding before the first block and the norm after the
-last. The backward pass of a block takes the gradients of its outputs, and adds the gradients of its inputs to the
-outputs that they came from. All micro-batches can pass a block, in any order, before the block below is differentiated.
+A block's outputs are passed on as beginnings of new graphs. So the operations between two blocks (usually none: the
+next block gets the same tensor) form a small graph of their own, as do the embedding before the first block and the
+norm after the last. The backward pass of a block takes the gradients of its outputs, and adds the gradients of its
+inputs to the outputs that they came from. All micro-batches can pass a block, in any order, before the block below is
+differentiated.
 
 Some models pass tensors between blocks in a mapping that all blocks share (Gemma 3n and 4: keys and values that later
 blocks reuse). Its entries are inputs of every block, and what a block writes into it are outputs (block_call.py).
@@ -33,7 +34,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
-from torch.utils.weak import TensorWeakRef
 
 from keyhole.errors import UserError
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
@@ -46,6 +46,7 @@ from keyhole.model.backward.block_call import (
     Gradients,
     Result,
     Values,
+    enter,
     held_tensors,
 )
 from keyhole.model.forward.hooks import replaced_forwards
@@ -74,19 +75,19 @@ class Visit:
         wants = {i: v for i, v in enumerate(self.values) if isinstance(v, torch.Tensor) and v.requires_grad}
         self.origins: dict[int, Origin] = {i: getattr(v, "keyhole_origin", v) for i, v in wants.items()}
         self.draws = tape.may_draw and any(part.training for part in module.modules())
-        self.outputs: list[TensorWeakRef] = []  # as the model received them; weak, so the model may drop them
+        self.output_grads: Gradients = {}
+        self.outputs = 0  # the number of floating-point ones
 
     def enter(self) -> Any:
-        """Runs the block for the first time; returns its output, detached."""
+        """Runs the block for the first time; returns its output, from which another graph begins."""
         objects = [value for value in self.values if not isinstance(value, KNOWN)]
         before = held_tensors(objects)
         values, spec = tree_flatten(self.first())
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                leaf: Any = value.detach().requires_grad_()
-                values[i], leaf.keyhole_origin = leaf, (self, len(self.outputs))
-                self.outputs.append(TensorWeakRef(leaf))
-        self.restart()
+                values[i] = enter(value, self, self.outputs)
+                values[i].keyhole_origin = self, self.outputs
+                self.outputs += 1
         return self.call.finish(tree_unflatten(values, spec), objects, before)
 
     def graph(self, values: Values, run: RunAgain = lambda call: call()) -> tuple[BlockGraph, Result]:
@@ -110,30 +111,14 @@ class Visit:
 
     # -- gradients of outputs and inputs -----------------------------------------------------------------------------
 
-    def restart(self) -> None:
-        """Drops gradients, before another backward pass."""
-        self.output_grads: Values = [None] * len(self.outputs)
-        for ref in self.outputs:
-            if (leaf := ref()) is not None:
-                leaf.grad = None
-
     def add_grad(self, output: int, grad: torch.Tensor) -> None:
         """Adds to the gradient of an output."""
-        before = self.output_grads[output]
+        before = self.output_grads.get(output)
         self.output_grads[output] = grad if before is None else before + grad
-
-    def collect(self) -> None:
-        """Takes the gradients of the outputs: the graph that follows, which holds the outputs, may be freed."""
-        for i, ref in enumerate(self.outputs):
-            if (leaf := ref()) is not None and leaf.grad is not None:
-                self.add_grad(i, leaf.grad)
-                leaf.grad = None
 
     def take_grads(self) -> Values:
         """Returns and drops the gradients of the outputs."""
-        self.collect()
-        grads, self.output_grads = self.output_grads, []
-        return grads
+        return [self.output_grads.pop(output, None) for output in range(self.outputs)]
 
     def pass_on(self, grads: Gradients) -> None:
         """Adds gradients of inputs to what they came from."""
@@ -241,13 +226,7 @@ class Tape:
         """Drops all gradients, before another backward pass."""
         for stop in self.stops:
             for visit in stop.values():
-                visit.restart()
-
-    @property
-    def uses_graphs_between_blocks(self) -> bool:
-        """Whether a block other than the first has inputs that were computed outside of blocks."""
-        later = (visit for stop in self.stops[1:] for visit in stop.values())
-        return any(isinstance(origin, torch.Tensor) for visit in later for origin in visit.origins.values())
+                visit.output_grads.clear()
 
 
 def _detached(x: object) -> object:
