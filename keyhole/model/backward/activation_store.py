@@ -112,25 +112,22 @@ class KeptBlocks:
         """Whether a recording of one block can keep its activations of this number of tokens."""
         if not self.possible:
             return False
-        _, total = torch.cuda.mem_get_info(self.model.device)
-        total = total if self.spare.budget_bytes is None else self.spare.budget_bytes
+        total = self.spare.budget_bytes or torch.cuda.mem_get_info(self.model.device)[1]
         return self.spare.left() - self.bytes_per_token * tokens >= SPARE * total
 
     def first_kept(self, tokens: int) -> float:
         """The first block that keeps its graph in a step on this number of tokens."""
-        model = self.model
+        device, budget, held = self.model.device, self.spare.budget_bytes, self.spare.held
         if not self.possible:
             return math.inf
         if tokens not in self.room:
             self.room[tokens] = math.nan
-            torch.cuda.reset_peak_memory_stats(model.device)
+            torch.cuda.reset_peak_memory_stats(device)
             return math.inf
-        budget, held = self.spare.budget_bytes, self.spare.held
         if math.isnan(self.room[tokens]):
-            free, _ = torch.cuda.mem_get_info(model.device)
-            peak, now = torch.cuda.max_memory_allocated(model.device), torch.cuda.memory_reserved(model.device)
-            limit = now + free if budget is None else min(budget, now + free)
-            self.room[tokens] = limit - peak + (0 if budget is None else held.total() - held["graphs"])
+            limit = torch.cuda.memory_reserved(device) + torch.cuda.mem_get_info(device)[0]
+            limit = limit if budget is None else min(budget, limit) + held.total() - held["graphs"]
+            self.room[tokens] = limit - torch.cuda.max_memory_allocated(device)
         room = self.room[tokens] - (0 if budget is None else held.total())
         count = max(0, int(SHARE * room / (self.bytes_per_token * tokens)))
-        return max(0, model.layout.block_count - count)
+        return max(0, self.model.layout.block_count - count)

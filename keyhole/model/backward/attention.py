@@ -51,10 +51,13 @@ def exact_attention(device: torch.device, longest: int) -> Iterator[None]:
         yield
         return
     settings: Any = torch.utils.deterministic
-    flags = torch.backends.cuda
+    flags, before = torch.backends.cuda, F.scaled_dot_product_attention  # ours, in a context within another
     cudnn, fills = flags.cudnn_sdp_enabled(), settings.fill_uninitialized_memory
-    before = F.scaled_dot_product_attention  # ours, in a context within another
-    _note(device)
+    _Before.attention = _Before.attention if before is attention else before
+    _Before.deterministic = torch.are_deterministic_algorithms_enabled()
+    _Before.warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    ampere = torch.cuda.is_initialized() and torch.cuda.get_device_capability(device) >= (8, 0)
+    _Before.flash = ampere and flags.flash_sdp_enabled()
     others = flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()
     flags.enable_cudnn_sdp(cudnn and not others)  # a user may have chosen cuDNN's alone (sdpa_kernel)
     settings.fill_uninitialized_memory = False
@@ -66,15 +69,6 @@ def exact_attention(device: torch.device, longest: int) -> Iterator[None]:
         settings.fill_uninitialized_memory = fills
         flags.enable_cudnn_sdp(cudnn)
         _reset()
-
-
-def _note(device: torch.device | None = None) -> None:
-    if F.scaled_dot_product_attention is not attention:
-        _Before.attention = F.scaled_dot_product_attention
-    _Before.deterministic = torch.are_deterministic_algorithms_enabled()
-    _Before.warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    ampere = torch.cuda.is_initialized() and torch.cuda.get_device_capability(device) >= (8, 0)
-    _Before.flash = ampere and torch.backends.cuda.flash_sdp_enabled()
 
 
 def _set(*unused: object) -> None:
@@ -103,8 +97,8 @@ def attention(
         if known and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0:
             return torch.ops.keyhole.attention(query, key, value, is_causal, scale)[0]
     more |= {"enable_gqa": True} if enable_gqa else {}
-    how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    output = _Before.attention(query, key, value, **how, **more)
+    more |= {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    output = _Before.attention(query, key, value, **more)
     if not torch.compiler.is_compiling() and output.requires_grad:
         for node in _attention_nodes(output.grad_fn):
             node.register_prehook(_set)

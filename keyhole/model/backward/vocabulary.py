@@ -7,7 +7,7 @@
                too (tied), the head's part is added: its logits are computed a third time, so that the gradient of the
                full vocabulary never exists.
 
-If the head is resident and few tokens are trained (one-word answers, short batches), the logits of the loss are kept
+If the model is resident and few tokens are trained (one-word answers, short batches), the logits of the loss are kept
 with their graph, at most KEPT_BYTES of them, and nothing is computed again: the same bits, with a third of the
 launches.
 
@@ -49,10 +49,10 @@ class VocabularyGradients:
         """Drops all tensors of the last step."""
         self.hidden: list[torch.Tensor] = []
         self.running: list[RunningNLL] = []
+        self.batches: list[DeviceBatch] = []
         self.weights: list[Grad] = []  # weights of tokens in the loss, per pass; None: all 1
         self.scales: list[torch.Tensor] = []  # d loss / d nll of tokens: a scalar, or [N]
         self.embedded: list[tuple[torch.Tensor, nn.Parameter]] = []  # ids [M] and rows [M, H] that a pass looked up
-        self.labels: list[torch.Tensor] = []  # labels of a classifier, per pass
         self.kept: dict[tuple[int, int], Logits] = {}  # by unit and pass
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
@@ -87,16 +87,15 @@ class VocabularyGradients:
         """The mean loss over all trained tokens, or all questions, of all passes; hidden: [N, H] per pass. loss_count:
         the number to divide by, if it is not theirs; weight: multiplies the loss and its gradients."""
         self.hidden, self.spine, self.weight = [x.detach() for x in hidden], spine, weight
-        self.loss_count = loss_count or max(1, sum(b.loss.count for b in batches))
+        self.loss_count, self.batches = loss_count or max(1, sum(b.loss.count for b in batches)), batches
         if self.model.classifies:
-            self.labels = [b.target_N for b in batches]
             nll = [self.model.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
         else:
             self.running = self._running(batches)
             nll = [one.nll_N() for one in self.running]
-        losses = list(zip([b.loss for b in batches], nll, strict=True))
-        self.weights = [loss.weights(nll_N) for loss, nll_N in losses]
-        total = torch.stack([loss.total(nll_N) for loss, nll_N in losses]).sum() / self.loss_count
+        self.weights = [b.loss.weights(nll_N) for b, nll_N in zip(batches, nll, strict=True)]
+        totals = [b.loss.total(nll_N) for b, nll_N in zip(batches, nll, strict=True)]
+        total = torch.stack(totals).sum() / self.loss_count
         return total if weight == 1.0 else total * weight
 
     def _running(self, batches: list[DeviceBatch]) -> list[RunningNLL]:
@@ -112,18 +111,11 @@ class VocabularyGradients:
         return running
 
     def _keeps_logits(self) -> bool:
-        """Whether the head is resident, in the dtype of compute, and its logits are few."""
-        model, placed = self.model, self.model.placed
-        moves = any(unit.index in model.engine.streamed for unit in self.layout.head_units) or model.sharded
-        converts = (
-            model.formats.plain != model.dtype
-            or model.formats.codec is not None
-            or model.device_weights.lens is not None
-        )
-        budgeted = placed is not None and placed.budget_bytes is not None
-        counts = [hidden_NH.shape[0] for hidden_NH in self.hidden]
+        """Whether all weights are resident, in the dtype of compute, and the logits are few."""
+        model, counts = self.model, [hidden_NH.shape[0] for hidden_NH in self.hidden]
+        budgeted = model.placed is not None and model.placed.budget_bytes is not None
         few = 4 * sum(counts) * self.layout.table.shape[0] <= KEPT_BYTES and max(counts) <= HEAD_TOKENS
-        return few and not (moves or converts or budgeted)
+        return few and model.device_weights.is_plain and not (model.sharded or budgeted)
 
     def _logits(
         self, unit: Unit, weight_RH: torch.Tensor, hidden_NH: torch.Tensor, wants: tuple[bool, bool, bool]
@@ -151,8 +143,8 @@ class VocabularyGradients:
         """Gradients of the hidden states, [N, H] per pass. Gradients of an untied head are handed over on the way. For
         a classifier: gradients of the logits."""
         if self.model.classifies:
-            passes = zip(self.hidden, self.labels, self.scales, strict=True)
-            return [self.model.head.nll_grad(*one).to(one[0].dtype) for one in passes]
+            passes = zip(self.hidden, self.batches, self.scales, strict=True)
+            return [self.model.head.nll_grad(x, b.target_N, scale).to(x.dtype) for x, b, scale in passes]
         total: list[Any] = self.hidden_grads(sink)
         for p, hidden_NH in enumerate(self.hidden):  # one by one: those in float32 are twice as large
             total[p] = total[p].to(hidden_NH.dtype)
@@ -221,32 +213,25 @@ class VocabularyGradients:
         """Hands over gradients of the table, chunk by chunk, after the first block's."""
         if not self.layout.table.param.requires_grad:
             return
-        looked_up = self._looked_up()
+        looked_up = [(ids_M, leaf.grad) for ids_M, leaf in self.embedded if leaf.grad is not None]
         for unit, stored, weight_RH in self._visited(self.layout.of_kind("table")):
             grad_RH: Grad = None
             for p in range(len(self.hidden)) if self.layout.tied else ():
                 grad_RH = _add(grad_RH, self._head_grads(unit, p, weight_RH, (False, True, False))[1])
             self._hand_over(unit, stored, _add(grad_RH, self._embedding_grad(unit, looked_up)), sink)
 
-    def _looked_up(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """([M] ids, [M, H] gradients) of all lookups of all passes; None: none has a gradient. Padding has the id -1:
-        its lookup gives no gradient, as in torch's own embedding."""
-        found = [(ids_M, leaf.grad) for ids_M, leaf in self.embedded if leaf.grad is not None]
+    def _embedding_grad(self, unit: Unit, found: list[tuple[torch.Tensor, torch.Tensor]]) -> Grad:
+        """[R, H]: the gradients of the rows of this chunk, summed row by row over all lookups. Padding has none, as in
+        torch's own embedding."""
         if not found:
             return None
-        ids_M = torch.cat([ids_M for ids_M, _ in found])
+        ids_M, (first, end) = torch.cat([ids_M for ids_M, _ in found]), unit.span
+        elsewhere_M = (ids_M < first) | (ids_M >= end)
         if self.padding_idx is not None:
-            ids_M = torch.where(ids_M == self.padding_idx, -1, ids_M)
-        return ids_M, torch.cat([grad for _, grad in found])
-
-    def _embedding_grad(self, unit: Unit, looked_up: tuple[torch.Tensor, torch.Tensor] | None) -> Grad:
-        """[R, H]: the gradients of the rows of this chunk that were looked up, summed row by row."""
-        if looked_up is None:
-            return None
-        (ids_M, grad_MH), (first, end) = looked_up, unit.span
-        ids_M = torch.where((ids_M < first) | (ids_M >= end), end - first, ids_M - first)  # other chunks: an extra row
+            elsewhere_M |= ids_M == self.padding_idx
+        ids_M = torch.where(elsewhere_M, end - first, ids_M - first)  # an extra row
         add_up = torch.ops.aten.embedding_dense_backward
-        return add_up(grad_MH, ids_M, end - first + 1, -1, False)[: end - first]
+        return add_up(torch.cat([grad for _, grad in found]), ids_M, end - first + 1, -1, False)[: end - first]
 
 
 def is_plain_lookup(module: nn.Module) -> bool:

@@ -27,7 +27,6 @@ def settings() -> tuple[Any, ...]:
 
 def test_algorithms_are_deterministic_in_the_nodes_of_attention_alone() -> None:
     """Also if the output is a part of what the node returned; and of operations before and after it none is."""
-    module._note()
     seen = {}
 
     def note(name: str) -> Any:

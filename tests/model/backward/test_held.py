@@ -23,7 +23,7 @@ class Watch(Collect):
     def __init__(self, reverse: Reverse) -> None:
         super().__init__()
         self.visits = [[weakref.ref(visit) for visit in stop.values()] for stop in reverse.tape.stops]
-        self.outputs = [ref for visit in reverse.tape.stops[-1].values() for ref in visit.outputs]
+        self.outputs = [weakref.ref(x) for x in reverse.hidden]  # each holds the graph after the last block
         self.alive: dict[str, tuple[list[int], int]] = {}
 
     def finished(self, unit: Unit) -> bool:
