@@ -1,6 +1,6 @@
 """The backward pass block by block; each gradient is handed to a sink, and none is kept.
 
-reverse.py            the order of a step: forward, head, blocks in reverse, embedding, spine
+reverse.py            the order of a step: forward, head, blocks in reverse, embedding, spine; what is refused
 sink.py               the interface through which a method receives gradients, and how they get there
 vocabulary.py         loss, and gradients of embedding and head, in chunks of the vocabulary
 tape.py               what the forward pass keeps so that blocks can be differentiated one at a time
@@ -10,6 +10,5 @@ recompute.py          recomputation of a block, whose linear layers offer their 
 experts.py            gradients of experts that are loaded one at a time
 recorded.py           small blocks as CUDA graphs (model/recorder.py)
 attention.py          attention whose backward pass gives the same bits every time
-refusals.py           models and losses that cannot be differentiated
 memory.py             the device bytes of the backward pass
 """
