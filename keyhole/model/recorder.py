@@ -121,11 +121,9 @@ class Recorder:
 
     def verify(self, key: Hashable, one: Recording | None, expected: object) -> None:
         """Keeps a recording if its replay gives the expected bits."""
-        self.recordings[key] = None
-        if one is not None and same_bits(one.replay(), expected):
-            self.recordings[key] = one
-        elif one is not None:
-            self.why = OTHER_BITS
+        same = one is not None and same_bits(one.replay(), expected)
+        self.recordings[key] = one if same else None
+        self.why = self.why if same or one is None else OTHER_BITS
 
     def forget(self) -> None:
         """Drops all recordings, and their static memory."""
@@ -155,10 +153,6 @@ class Recorder:
         return False
 
     # -- static memory ---------------------------------------------------------------------------------------------
-
-    def is_fixed(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in static memory."""
-        return tensor.data_ptr() in self.fixed
 
     def place_of(self, owner: Hashable, i: int, value: torch.Tensor) -> torch.Tensor:
         """Static memory for input i, with this value in it. owner: inputs of other owners lie elsewhere."""

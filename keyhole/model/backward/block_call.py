@@ -28,7 +28,7 @@ import copy
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -121,9 +121,8 @@ def _forward(block: nn.Module, keep: bool, args: tuple, kwargs: dict[str, Any]) 
 
 
 def _offering_forward(block: nn.Module, keep: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The same function under another name: torch caches compiled code per function, and must not confuse the two."""
-    run = type(block).forward
-    return run(block, *args, **kwargs) if keep else checkpoint(run, block, *args, use_reentrant=False, **kwargs)
+    """The same under another name: torch caches compiled code per function, and must not confuse the two."""
+    return _forward(block, keep, args, kwargs)
 
 
 class Compiled:
@@ -150,7 +149,9 @@ class CompiledCall(BlockCall):
     def run(self, values: Values) -> Result:
         own = self.compiled
         self.inputs = {x.data_ptr() for x in values if isinstance(x, torch.Tensor) and x.requires_grad}
-        args, kwargs, _ = tree_unflatten([_fresh(value) for value in values], self.spec)
+        # as tensors that are no views: compiled code is compiled again for views of another shape of tensor
+        fresh = [v.data if isinstance(v, torch.Tensor) and not v.requires_grad else v for v in values]
+        args, kwargs, _ = tree_unflatten(fresh, self.spec)
         with linears_offer(own.offer), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             return (own.run if own.offer is None else own.run_offering)(self.block, own.keep, args, kwargs), []
 
@@ -168,11 +169,6 @@ class CompiledCall(BlockCall):
         if isinstance(value, nn.Parameter):
             return value.data
         return value.get() if isinstance(value, HostActivation) else value
-
-
-def _fresh(value: object) -> Any:
-    """The tensor as one that is no view: compiled code is compiled again for views of another shape of tensor."""
-    return value if not isinstance(value, torch.Tensor) or value.requires_grad else value.data
 
 
 ANCHOR = torch.zeros((), requires_grad=True)  # an input of every entrance, so that autograd walks to it; no gradient
@@ -232,14 +228,10 @@ class BlockGraph:
         return False
 
 
-def enter(x: torch.Tensor, owner: "TakesGradients", place: int) -> torch.Tensor:
-    """x as the beginning of a graph that does not keep it. Its gradient goes to the owner, which is alive then."""
+def enter(x: torch.Tensor, owner: Any, place: int) -> torch.Tensor:
+    """x as the beginning of a graph that does not keep it. Its gradient goes to the owner's `add_grad`."""
     found: torch.Tensor = _Entrance.apply(ANCHOR, x.detach(), weakref.ref(owner), place)  # weak: it may hold the graph
     return found
-
-
-class TakesGradients(Protocol):
-    def add_grad(self, place: int, grad: torch.Tensor) -> None: ...
 
 
 class _Entrance(torch.autograd.Function):

@@ -46,7 +46,6 @@ class ExpertGradients:
 
     def __init__(self, model: Model, gradients: HandOver, first_place: int) -> None:
         self.model, self.gradients, self.first_place = model, gradients, first_place
-        self.tensor = {id(t.param): t for t in model.layout.tensors}
         self.calls: Counter[int] = Counter()  # calls per module, in the run that is differentiated next
         self.recomputation: Run | None = None  # the current one
         self.sums: dict[str, torch.Tensor] = {}  # incomplete gradients of the current block, by expert
@@ -89,7 +88,7 @@ class ExpertGradients:
         self, experts: Experts, stack: nn.Parameter, expert: int, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> None:
         """Takes the gradient a^T b of a matrix that is on the device, and hands it over if it is complete."""
-        gradients, tensor = self.gradients, self.tensor[id(stack)].expert(expert)
+        gradients, tensor = self.gradients, self.gradients.tensors[id(stack)].expert(expert)
         once = self.calls[id(experts.module)] <= 1
         if once and gradients.visited_once and gradients.sink.linear(tensor, w, a, b):
             self._finish(tensor)

@@ -32,7 +32,7 @@ Legend: M tokens, O outputs, I inputs.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,12 +91,6 @@ class _Linear(torch.autograd.Function):
         return dx, None, db, None
 
 
-class RunsExperts(Protocol):
-    """What runs layers of experts."""
-
-    recomputation: Run | None
-
-
 class Recompute:
     """Recomputes one block, whose linear layers offer their gradients."""
 
@@ -105,7 +99,7 @@ class Recompute:
         self.last_product: dict[bool, int | None] = {}  # the call that can be skipped, by block.training
         self.block = block
 
-    def run(self, call: Callable[[], Any], receiver: Receiver, experts: RunsExperts | None = None) -> Any:
+    def run(self, call: Callable[[], Any], receiver: Receiver, experts: Any = None) -> Any:
         """call(), with every linear layer offering its gradient to the receiver. experts: runs layers of experts, if
         there are any."""
         mode = self.block.training
@@ -117,13 +111,13 @@ class Recompute:
             return self.run_whole(call, receiver, experts)
         return output
 
-    def run_whole(self, call: Callable[[], Any], receiver: Receiver, experts: RunsExperts | None = None) -> Any:
+    def run_whole(self, call: Callable[[], Any], receiver: Receiver, experts: Any = None) -> Any:
         """Like `run`, with no product skipped, for a graph whose output is used."""
         with self._offering(Run(receiver), experts):
             return call()
 
     @contextmanager
-    def _offering(self, run: Run, experts: RunsExperts | None) -> Iterator[None]:
+    def _offering(self, run: Run, experts: Any) -> Iterator[None]:
         if experts is not None:
             experts.recomputation = run
         try:
@@ -142,7 +136,6 @@ class Recompute:
 
 AddressReceiver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (w_OI, dy_MO, x_MI)
 TELLS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-CHANGED = ("w",) if TELLS else ()
 _receivers: list[AddressReceiver | None] = []  # the last one is current
 _anchors: dict[torch.device, torch.Tensor] = {}
 
@@ -157,7 +150,7 @@ def _linear_shape(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anch
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
-@torch.library.custom_op("keyhole::linear_reverse", mutates_args=CHANGED)
+@torch.library.custom_op("keyhole::linear_reverse", mutates_args=("w",) if TELLS else ())
 def _linear_reverse(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         dx = dy @ w

@@ -124,7 +124,7 @@ class RecordedBlocks(Recorder):
     def _key(self, kind: str, visit: KeptInputs, values: Values) -> tuple[Hashable, ...] | None:
         """All that the launches of a visit depend on; that is also where its weights are, and which of them are
         trained, since a user may freeze some between steps. None: it runs eagerly."""
-        if not visit.is_plain or self.repeats or self.hooks[visit.block].any():
+        if visit.call.empty or visit.draws or self.repeats or self.hooks[visit.block].any():
             return None
         shapes = signature_of(values)
         weights = tuple([(param.data_ptr(), param.requires_grad) for param in self.parameters[visit.block]])

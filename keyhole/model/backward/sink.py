@@ -147,7 +147,7 @@ class HandOver:
         self.stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, for the current block
         self.count = 0  # gradients handed over as tensors, in this backward pass
         self._param_at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter
-        self._tensor = {id(t.param): t for t in layout.tensors}
+        self.tensors = {id(t.param): t for t in layout.tensors}
         self._chunks: dict[int, list[Unit]] = {}  # id(param) -> the units that hold its rows, if it is cut into them
         for unit in layout.units:
             if unit.rows is not None:
@@ -157,7 +157,7 @@ class HandOver:
         """A backward pass begins. whole: through the whole model, whose gradients are complete as they come."""
         self.sink, self.count, self.is_final = sink, 0, whole
         if whole:
-            self.stored = {id(t.param): t.param.data for t in self._tensor.values()}
+            self.stored = {id(t.param): t.param.data for t in self.tensors.values()}
 
     def end(self) -> None:
         """The step is over, also after an error."""
@@ -183,7 +183,7 @@ class HandOver:
         wanted = (self.visited_once and used_once) or self.sink.accumulates
         if not wanted or id(weight) not in self.stored:
             return False
-        tensor = self._tensor[id(weight)]
+        tensor = self.tensors[id(weight)]
         accepted = self.sink.linear(tensor, self.stored[id(weight)], dy_MO, x_MI)
         if accepted and self.offers is not None:
             self.offers.append(tensor)
@@ -210,7 +210,7 @@ class HandOver:
                 rows = slice(*unit.span)
                 self.sink.gradient(chunk(unit), w[rows], grad[rows])
             if id(param) not in self._chunks:
-                self.sink.gradient(self._tensor[id(param)], w, grad)
+                self.sink.gradient(self.tensors[id(param)], w, grad)
 
 
 class UnitGradients(RecordableSink):
@@ -267,15 +267,14 @@ class UnitGradients(RecordableSink):
     def gradients_together(self, found: list[Found]) -> None:
         """Passes on gradients of a unit; the updates from those at fixed addresses are one launch, if possible."""
         key = self.sink.update_key
-        fixed = [] if key is None else [one for one in found if self._is_fixed(one[2])]
+        own, at = self.buffer, self.recorded.fixed
+        fixed = [] if key is None else [one for one in found if one[2]._base is own or one[2].data_ptr() in at]
         where = tuple([(tensor.start, w.data_ptr(), grad.data_ptr()) for tensor, w, grad in fixed])
         if fixed and self.recorded.update((where, key), lambda: self.sink.gradients_together(fixed)):
             self.sink.updated([tensor for tensor, _, _ in fixed])
-        if others := found if key is None else [one for one in found if not self._is_fixed(one[2])]:
+        starts = {tensor.start for tensor, _, _ in fixed}
+        if others := [one for one in found if one[0].start not in starts]:
             self.sink.gradients_together(others)
-
-    def _is_fixed(self, grad: torch.Tensor) -> bool:
-        return grad._base is self.buffer or self.recorded.is_fixed(grad)
 
     def finished(self, unit: Unit) -> bool:
         """Hands over the gradients received for the unit."""

@@ -28,7 +28,7 @@ A block that draws random numbers (dropout) restores the generator's state of th
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,14 +54,6 @@ from keyhole.model.forward.hooks import replaced_forwards
 RunAgain = Callable[[Callable[[], Any]], Any]
 # Where an input came from: an output of a block, by its index among the outputs, or a graph between blocks.
 Origin = tuple["Visit", int] | torch.Tensor
-
-
-class Recorded(Protocol):
-    """Runs visits as CUDA graphs, if possible (recorded.py)."""
-
-    def first_run(self, visit: "KeptInputs") -> Result: ...
-
-    def reverse(self, visit: "KeptInputs", grads: Values, run_again: RunAgain) -> bool: ...
 
 
 class Visit:
@@ -134,11 +126,6 @@ class Visit:
 class KeptInputs(Visit):
     """The block runs without a graph, and is recomputed."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the block is a function of its inputs and weights: no mapping, no random numbers."""
-        return not self.call.empty and not self.draws
-
     def first(self) -> Result:
         recorded, store = self.tape.recorded, self.tape.store
         if self.draws:
@@ -183,14 +170,14 @@ class KeptGraph(Visit):
 class Tape:
     """The visits of all passes of one forward, in order, and what they keep. A stop is a block with the visits of every
     pass. first_kept: this block and later ones keep their graphs; recorded: blocks are small, and may run as CUDA
-    graphs; may_draw: some module is in training mode, and may draw random numbers."""
+    graphs (RecordedBlocks); may_draw: some module is in training mode, and may draw random numbers."""
 
     def __init__(
         self,
         store: ActivationStore,
         first_kept: float = 0,
         compiled: Compiled | None = None,
-        recorded: Recorded | None = None,
+        recorded: Any = None,
         may_draw: bool = True,
     ) -> None:
         self.store, self.first_kept, self.compiled, self.recorded = store, first_kept, compiled, recorded

@@ -67,7 +67,10 @@ class VocabularyGradients:
     def drop_rows(self) -> None:
         """After the forward pass: the backward pass of a lookup needs only the shape of its rows. If the embedding
         does more, its graph may hold the rows, and they stay."""
-        for _, leaf in self.embedded if is_plain_lookup(self.model.embedding) else ():
+        module = self.model.embedding
+        plain = type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__
+        plain = plain and module.max_norm is None and not module._forward_hooks
+        for _, leaf in self.embedded if plain else ():
             leaf.data = leaf.new_zeros(()).expand(leaf.shape)
 
     def drop_hidden(self) -> None:
@@ -232,12 +235,6 @@ class VocabularyGradients:
         ids_M = torch.where(elsewhere_M, end - first, ids_M - first)  # an extra row
         add_up = torch.ops.aten.embedding_dense_backward
         return add_up(torch.cat([grad for _, grad in found]), ids_M, end - first + 1, -1, False)[: end - first]
-
-
-def is_plain_lookup(module: nn.Module) -> bool:
-    """Whether an embedding does nothing with its rows but return them."""
-    plain = type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__
-    return plain and module.max_norm is None and not module._forward_hooks
 
 
 def _add(total: Grad, more: Grad) -> Grad:
