@@ -201,8 +201,8 @@ class Reverse:
 
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the tape may be freed."""
-        if self.tape.recorded is not None and self.recorded is not None:
-            sink = self.recorded.front_of(sink)
+        if self.tape.recorded is not None:
+            sink = self.tape.recorded.front_of(sink)
         self.gradients.begin(sink)
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
