@@ -132,7 +132,7 @@ class ExpertGradients:
     def forget_calls(self, block: int) -> None:
         """Called before the block is run again."""
         for experts in self.model.layout.experts:
-            if self.tensor[id(experts.stacks[0])].block == block:
+            if self.gradients.tensors[id(experts.stacks[0])].block == block:
                 self.calls.pop(id(experts.module), None)
 
     def drop(self) -> None:

@@ -346,7 +346,7 @@ def check_loss(model: Model, loss: Any) -> None:
     _check_later_hooks(model)
     node: Any = loss.grad_fn
     with refused_losses():
-        factor = node._saved_other if node is not None and node.name() == "MulBackward0" else None
+        factor: Any = node._saved_other if node is not None and node.name() == "MulBackward0" else None
     is_one = factor is not None and factor.dtype == torch.float32 and factor.numel() == 1
     if is_one and factor >= LEAST_SCALE and math.frexp(factor)[0] == 0.5:  # a power of two in a tensor
         raise UserError(
