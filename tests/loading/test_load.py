@@ -270,9 +270,9 @@ def test_a_missing_or_damaged_shard_is_named(broken: Path) -> None:
         keyhole.load(broken, device="cpu")
 
 
-@pytest.mark.parametrize("model", ["/no/such/dir", "./nothing", "nothing", "a/b/c"])
+@pytest.mark.parametrize("model", ["/no/such/dir", "./nothing", "nothing", "a/b/c", __file__])
 def test_not_a_directory(model: str) -> None:
-    with pytest.raises(UserError, match="is not a directory here"):
+    with pytest.raises(UserError, match="is not a directory here|is a file; give the directory"):
         keyhole.load(model)
 
 
@@ -315,11 +315,6 @@ def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         keyhole.load("no-such-owner/model")
     source.hub_answers.cache_clear()
     assert time.perf_counter() - begin_s < 15  # 23 s before
-
-
-def test_a_file_is_not_a_model(saved: Path) -> None:
-    with pytest.raises(UserError, match="config.json is a file; give the directory"):
-        keyhole.load(saved / "config.json", device="cpu")
 
 
 def test_wrong_arguments() -> None:
