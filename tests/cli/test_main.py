@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 
 import keyhole.cli
@@ -121,30 +120,16 @@ def test_a_path_that_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: 
     assert f"{locked}/a.yaml: Permission denied" in message and "Traceback" not in message
 
 
-@pytest.mark.parametrize(
-    ("raised", "says"),
-    [
-        (OSError(errno.EMFILE, "Too many open files"), "raise `ulimit -n`"),
-        (RuntimeError("can't start new thread"), "raise `ulimit -u`"),
-        (ImportError("torch.so: failed to map segment from shared object"), "raise `ulimit -v`"),
-        (MemoryError(), "raise `ulimit -v`"),
-        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8192 bytes."), ": 8KiB more were"),
-        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB."), "out of GPU memory: Tried to allocate 2.00 GiB"),
-    ],
-)
-def test_limits_of_the_shell_are_named(monkeypatch: Any, capsys: Any, raised: Exception, says: str) -> None:
+def test_limits_of_the_shell_are_named(monkeypatch: Any, capsys: Any) -> None:
     """Also where a library has wrapped the error in one of its own."""
 
     def fail(**_: Any) -> None:
-        try:
-            raise raised
-        except Exception as error:
-            raise ValueError("a library failed") from error
+        raise ValueError("a library failed") from OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("keyhole.machine.probe.environment", fail)
     assert main(["env"]) == 2
     message = capsys.readouterr().err
-    assert says in message and "Traceback" not in message
+    assert "raise `ulimit -n`" in message and "Traceback" not in message
 
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (UserError("bad"), 2), (SystemExit(7), 7)])

@@ -26,19 +26,12 @@ def test_a_list_is_a_grid_and_a_list_of_lists_one_of_lists(tmp_path: Path) -> No
         "  lora: {warmup_ratio: [0.1, 0], learning_rate: [1e-3, 1e-4], lora: {target_modules: [q_proj, v_proj]}}\n"
         "  two: {method: lora, lora: {target_modules: [[q_proj], [q_proj, v_proj]]}}",
     )
-    found = points(write(tmp_path / "a.yaml", text))
+    found = points(
+        write(tmp_path / "a.yaml", text.replace("  adamw: {", "  zo: {freeze: [null, embeddings]}\n  adamw: {"))
+    )
+    assert found["zo"] == ["freeze=null", "freeze=embeddings"], "null is no item of a list of texts"
     assert found["lora"] == [f"warmup_ratio={w}, learning_rate={r}" for w in ("0.1", "0") for r in ("1e-3", "1e-4")]
     assert found["two"] == ['lora.target_modules=["q_proj"]', 'lora.target_modules=["q_proj", "v_proj"]']
-
-
-def test_a_list_with_null_is_a_grid_for_any_setting(tmp_path: Path) -> None:
-    """Null is no item of a list of texts, so that a list with it holds values; one without it is one value."""
-    text = TEXT.replace(
-        "  lomo: {learning_rate: [5e-2, 1e-4]}",
-        "  lomo: {freeze: [null, embeddings]}\n  zo: {freeze: [embeddings, model.norm]}",
-    )
-    found = points(write(tmp_path / "a.yaml", text))
-    assert found["lomo"] == ["freeze=null", "freeze=embeddings"] and found["zo"] == [""]
 
 
 def test_the_command_line_counts_most(tmp_path: Path) -> None:

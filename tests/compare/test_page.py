@@ -109,11 +109,9 @@ def test_a_number_stands_under_its_own_task() -> None:
     ("metrics", "heading", "mean"),
     [
         (["accuracy", "accuracy"], "mean", "60.0"),
-        (["accuracy", "matthews"], "mean of accuracy and matthews", "60.0"),
         (["f1", "accuracy", "matthews"], "mean of f1, accuracy and matthews", "60.0"),
         (["accuracy", None], "mean", ""),
         (["accuracy", "perplexity"], None, None),
-        (["perplexity", "perplexity"], None, None),
         (["accuracy"], None, None),
     ],
 )

@@ -33,6 +33,10 @@ def test_every_allocator_of_the_host_is_known(name: str) -> None:
 
 
 def test_a_gpu_has_its_own_message_and_other_errors_have_none() -> None:
+    """Threads, files and mapped libraries may be used up, too."""
+    limits = {"-u": RuntimeError("can't start new thread"), "-n": OSError(24, "Too many open files")}
+    limits["-v"] = ImportError("torch.so: failed to map segment from shared object")
+    assert all(f"raise `ulimit {option}`" in (out_of_memory(error) or "") for option, error in limits.items())
     said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")) or ""
     assert said.startswith("out of GPU memory: CUDA out of memory. Tried to allocate 64.00 MiB.") and LOWER in said
     refused = UserError("gpu_memory: too little")
