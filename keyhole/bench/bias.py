@@ -206,8 +206,7 @@ def bench_bias(
     if wrong := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds: {wrong[0]!r} is not one of {', '.join(KINDS)}")
     if quick:
-        how = replace(how, batch=4, calibration=1, held_out=1, matrices=2)
-        sizes = (sizes[0][:1], sizes[1][:1])
+        how, sizes = replace(how, batch=4, calibration=1, held_out=1, matrices=2), (sizes[0][:1], sizes[1][:1])
     report = BiasReport("lsp-bias", out, command, quick)
     seen, held = sample(how)
     report.add({"kind": "machine", "device": torch.device(how.device).type, **environment()})

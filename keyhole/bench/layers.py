@@ -54,8 +54,8 @@ Call = tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]  # hidden states and
 
 @cache
 def rates_of(device: torch.device, dtype: torch.dtype, quick: bool) -> dict[str, float]:
-    side, size = (QUICK_SIDE, QUICK_COPY) if quick else (None, None)
-    return {"product": measure.product_rate(device, dtype, side), "copy": measure.copy_rate(device, size)}
+    product = measure.product_rate(device, dtype, QUICK_SIDE if quick else None)
+    return {"product": product, "copy": measure.copy_rate(device, QUICK_COPY if quick else None)}
 
 
 def measure_layer(case: Case, job: Job, emit: Emit) -> Record:

@@ -20,6 +20,8 @@ Device memory is the peak that PyTorch's allocator reserved and allocated from t
 random weights is freed before). Host memory is the peak resident set of the process, pinned weights included.
 """
 
+import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -111,17 +113,20 @@ def _seconds(begin: Mark, end: Mark) -> float:
 
 
 def clean_up(device: torch.device) -> None:
-    """Frees unused memory and workspaces, and resets the peaks (that of the host where the system allows it)."""
-    wait(device)
-    free_memory()
+    """Frees unused memory, and resets the peaks (that of the host where the system allows it). Workspaces stay: graphs
+    that were captured use them."""
+    gc.collect()
     if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def clear_device(device: torch.device) -> None:
-    """The same after a model is closed; removes its memory limit too."""
+    """The same after a model is closed; frees workspaces of its graphs and removes its memory limit too."""
+    free_memory()
     clean_up(device)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device.index)  # None: the current one; "cuda" is refused
@@ -141,8 +146,9 @@ def device_memory(device: torch.device) -> dict[str, int]:
 
 
 def host_memory() -> int:
-    """Peak resident set of this process since clean_up, in bytes."""
-    status = Path("/proc/self/status").read_text().split("VmHWM:")
+    """Peak resident set of this process since clean_up, in bytes; the current one where the peak cannot be reset."""
+    key = "VmHWM:" if os.access("/proc/self/clear_refs", os.W_OK) else "VmRSS:"
+    status = Path("/proc/self/status").read_text().split(key)
     return int(status[1].split()[0]) * 1024 if len(status) == 2 else 0
 
 

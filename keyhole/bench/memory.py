@@ -166,10 +166,9 @@ def floors(case: Case, model: keyhole.Model, tokens: int) -> Bytes:
     if case.system == NATIVE:
         optimizer, master = case.options["optimizer"], case.options.get("master", False)
         found[GRADIENTS] = b * numel
-        if optimizer in MOMENTS:
-            moments = MOMENTS[optimizer]
-            count = COUNT_BYTES * len(layout.tensors) if moments else 0
-            found[STATE] = numel * (4 + 4 * moments if master else b * moments) + count
+        if (moments := MOMENTS.get(optimizer)) is not None:
+            counts = COUNT_BYTES * len(layout.tensors) * (moments > 0)
+            found[STATE] = numel * (4 + 4 * moments if master else b * moments) + counts
         checkpointing = case.options.get("checkpointing", True)
     else:
         found |= {GRADIENTS: b * max(t.shape.numel() for u in layout.of_kind("block") for t in u.tensors), STATE: 0}

@@ -129,5 +129,4 @@ def run_apart(measure: Measure, cases: Sequence[Case], job: Job, receive: Emit) 
             worker.kill()
             worker.join()
         if left and worker.exitcode != CONTEXT_LOST:
-            died = {"error": f"the worker ended with exit code {worker.exitcode}"}
-            receive(record(left.pop(0), "error") | died)
+            receive(record(left.pop(0), "error") | {"error": f"the worker ended with exit code {worker.exitcode}"})

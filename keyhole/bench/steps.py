@@ -64,8 +64,8 @@ def measure_steps(case: Case, job: Job, emit: Emit) -> Record:
         "load_s": load_s,
         "parts": step_parts(method) if isinstance(method, Method) else {},
     }
-    rows = batches[0]["input_ids"].numel()
-    found["own_products_s"] = own_products_s(case, model.module, rows, job.warm_up, job.timed)
+    tokens = batches[0]["input_ids"].numel()
+    found["own_products_s"] = own_products_s(case, model.module, tokens, job.warm_up, job.timed)
     unit_bytes = sorted(home.nbytes for home in homes)[len(homes) // 2] if homes else 0
     model.close()
     homes.clear()

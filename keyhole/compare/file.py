@@ -200,9 +200,8 @@ class _Reader:
         node, where = self.nodes[key].node, self.nodes[key].where
         if isinstance(node, yaml.MappingNode):
             pairs = [(name, LocatedNode(value, _line_of(name))) for name, value in node.value]
-            for name, _ in pairs:
-                if _word(name) is None:
-                    self.fault(key, f"a name must be a word, found {show(name)}", _line_of(name))
+            for name in (name for name, _ in pairs if _word(name) is None):
+                self.fault(key, f"a name must be a word, found {show(name)}", _line_of(name))
             return [(text, entry) for name, entry in pairs if (text := _word(name)) is not None]
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         found: list[tuple[str, LocatedNode | None]] = [(text, None) for item in items if (text := _word(item))]
