@@ -64,8 +64,9 @@ def measure_layer(case: Case, job: Job, emit: Emit) -> Record:
     dtype = torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
     length, blocks = (QUICK_LENGTH, QUICK_BLOCKS) if job.quick else (case.length, BLOCKS[case.model])
     config, tokens = model_config(case.model, blocks=LEAST_BLOCKS, quick=job.quick), case.batch * length
-    work = Workload(tokens=tokens)
-    model = keyhole.load(config, init="random", dtype=dtype, device=device, workload=work, graphs=False)
+    model = keyhole.load(
+        config, init="random", dtype=dtype, device=device, workload=Workload(tokens=tokens), graphs=False
+    )
     block, call = first_block(model, measure.random_batch(case.batch, length, config.vocab_size))
     rates, block_numel = rates_of(device, dtype, job.quick), sum(p.numel() for p in block.parameters())
     found = {

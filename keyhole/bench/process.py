@@ -81,8 +81,7 @@ def run_here(measure: Measure, cases: Sequence[Case], job: Job, emit: Emit) -> N
     warnings.filterwarnings("ignore", message="mkldnn_matmul")
     if job.device == "cuda":
         torch.cuda.init()
-    found = {"kind": "machine", "device": job.device, "tf32": torch.backends.cuda.matmul.allow_tf32}
-    emit(found | environment())
+    emit({"kind": "machine", "device": job.device, "tf32": torch.backends.cuda.matmul.allow_tf32, **environment()})
     for case in cases:
         if time.time() > job.deadline_s:
             emit(skipped(case))
