@@ -94,10 +94,15 @@ class Dense:
     def hidden(self, looks: Looks, steady: bool) -> list[torch.Tensor]:
         """The hidden states of all passes, after all blocks."""
         branches = self.branches
+        sides = {i: (pair, side) for _, pair, by_look in looks.visits for side, at in enumerate(by_look) for i in at}
+
+        def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
+            pair, side = sides[index]
+            return self.rows(self.model.table_rows(ids_M), ids_M, pair)[side]
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-            for sides in self._arrive(unit, looks):
-                for side, (passes, weights, spine) in enumerate(sides):
+            for arrived in self._arrive(unit, looks):
+                for side, (passes, weights, spine) in enumerate(arrived):
                     self.model.binding.bind(unit, weights, spine)
                     branches.fork(side)
                     for index in passes:
@@ -105,7 +110,7 @@ class Dense:
                 branches.join()
 
         streams = branches.of_passes([by_look for _, _, by_look in looks.visits])
-        return self.model.lockstep(looks.passes, serve, self._rows(looks), steady, self.block_at_once, streams)
+        return self.model.lockstep(looks.passes, serve, rows, steady, self.block_at_once, streams)
 
     def _arrive(self, unit: Unit | None, looks: Looks) -> Iterator[Iterable[Side]]:
         """Yields the sides of each pair; releases the unit's slot as early as possible."""
@@ -119,16 +124,6 @@ class Dense:
                 if p == len(looks.visits) - 1:
                     engine.release(unit.index)
             yield zip(by_look, weights, self.spines[p].unbind(), strict=False)  # a pair may have one look
-
-    def _rows(self, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Rows of the table for a pass."""
-        sides = {i: (pair, side) for _, pair, by_look in looks.visits for side, at in enumerate(by_look) for i in at}
-
-        def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
-            pair, side = sides[index]
-            return self.rows(self.model.table_rows(ids_M), ids_M, pair)[side]
-
-        return rows
 
     def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the table at both looks of a pair, from the rows at home, which get the pending update."""

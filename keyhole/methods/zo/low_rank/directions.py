@@ -51,12 +51,11 @@ class LowRank(Dense):
     # -- a sweep ---------------------------------------------------------------------------------------------------
 
     def hidden(self, looks: Looks, steady: bool) -> list[torch.Tensor]:
-        if self.layers.together:
-            try:
-                return self._hidden(looks, steady)
-            except NotByRows:  # depends only on the model's code, so it is raised in the first step
-                self.layers.together = False
-        return self._hidden(looks, steady)
+        try:
+            return self._hidden(looks, steady)
+        except NotByRows:  # of looks in one pass; depends only on the model's code, so it is raised in the first step
+            self.layers.together = False
+            return self._hidden(looks, steady)
 
     def _hidden(self, looks: Looks, steady: bool) -> list[torch.Tensor]:
         self.layers.check()

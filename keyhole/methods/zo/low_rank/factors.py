@@ -40,6 +40,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch.nn.functional import pad
 
 from keyhole import ops
 from keyhole.errors import UserError
@@ -139,11 +140,12 @@ class Factors:
         self.kept.append(a.to("cpu", torch.float32, copy=True))
         if self.guided:
             self.kept_v.append(v.to("cpu", copy=True))
-        grows = end > len(self.rooms[0][0])
+        rows = len(self.rooms[0][0])
+        grows, more = end > rows, (0, 0, 0, room_for(end) - rows)
         self.version += grows
         for i, matrix in enumerate(self.parts.matrices):
             if grows:  # one matrix at a time, so that little is held twice
-                self.rooms[i] = _roomy(self.rooms[i][0], end), _roomy(self.rooms[i][1], end)
+                self.rooms[i] = pad(self.rooms[i][0], more), pad(self.rooms[i][1], more)
             self.rooms[i][0][begin:end] = self.rows(a, matrix.a)
             self.rooms[i][1][begin:end] = self.rows(v, matrix.v)
 
@@ -227,10 +229,3 @@ class Factors:
 def room_for(terms: int) -> int:
     """The number of rows of a room."""
     return -(-terms // STEP) * STEP
-
-
-def _roomy(rows: torch.Tensor, terms: int) -> torch.Tensor:
-    """A copy of these rows, with rows of zeros after them, in a room for so many terms."""
-    room = rows.new_zeros(room_for(terms), rows.shape[1])
-    room[: len(rows)] = rows
-    return room
