@@ -75,22 +75,15 @@ def open_text(path: Path, newline: str | None = None, encoding: str | None = Non
 
 def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
     """Lines of a bounded length."""
-    number = 0
-    while line := file.readline(MOST_ROW_BYTES + 1):
-        number += 1
+    for number, line in enumerate(iter(lambda: file.readline(MOST_ROW_BYTES + 1), ""), 1):
         if len(line) > MOST_ROW_BYTES:
             raise UserError(f"{path}, line {number}: longer than {MOST_ROW_BYTES:,} characters; split the row")
-        check_line(line, path, number)
+        if "\0" in line:
+            raise UserError(
+                f"{path}, line {number}: a NUL character, which no text has; the file is damaged, or is UTF-16: "
+                "save it as UTF-8"
+            )
         yield line
-
-
-def check_line(line: str, path: Path, number: int) -> None:
-    """Refuses a line that is no text."""
-    if "\0" in line:
-        raise UserError(
-            f"{path}, line {number}: a NUL character, which no text has; the file is damaged, or is UTF-16: "
-            "save it as UTF-8"
-        )
 
 
 def _bad_line(path: Path) -> str:

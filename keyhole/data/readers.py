@@ -12,17 +12,15 @@ A plain text file is one *document*, because line breaks do not say where a text
 list they end texts. A line that is only `<|endoftext|>` separates documents. A document is longer than a sample. It is
 read in pieces of about a million characters, so a file of any size needs the memory of a piece; collect.py cuts the
 tokens of a piece into samples of max_length. A piece ends at an empty line or, if there is none for another million
-characters, at the end of a line; a longer line is divided at a space. So only the last sample of a piece is short, and
-the tokens at its borders are nearly always those of the whole text. Empty lines at both ends of a document are removed.
+characters, at the end of a line. So only the last sample of a piece is short, and the tokens at its borders are nearly
+always those of the whole text. Empty lines at both ends of a document are removed.
 
 Cells of CSV and TSV, for training data and tasks:
 
 delimiter    .csv: the first of tab, comma, semicolon that the first line has outside of quotation marks
-             a first line `sep=;`, which spreadsheets write, names it, and is no row
              others: tabs; a .tsv whose first line has commas and no tab is refused as a CSV file
 quoting      between commas and semicolons always: "a ""b"", c" is one cell
              between tabs depending on the file, because both kinds are common (`_is_quoted`)
-line ends    \\n, \\r\\n, or \\r if there is no other
 """
 
 import csv
@@ -30,8 +28,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from keyhole.data.opened import (
     MOST_ROW_BYTES,
@@ -40,9 +39,7 @@ from keyhole.data.opened import (
     Record,
     bounded_lines,
     check_header,
-    check_line,
     kind_of,
-    open_bytes,
     open_text,
     told,
 )
@@ -50,31 +47,22 @@ from keyhole.errors import UserError, listed
 
 TAB = "\t"
 LOOKED_AT = 2**24  # characters of a file that decide whether it is quoted
-NAMED_DELIMITER = re.compile(r'"?sep=([\t,;|])"?')
-NUMBER = re.compile(r"\s*[-+]?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?\s*")  # or empty
+MOST_JSON_BYTES = 2**31
+SEPARATOR = "<|endoftext|>"
+PIECE_CHARACTERS = 2**20
+ROWS_AT_ONCE, ROWS_GROWTH = 64, 100  # of Parquet: rows in memory, and characters for a byte of the file
 
 Rows = Iterator[tuple[int, list[str]]]
 
 
-def read_cells(
-    path: Path, *, encoding: str | None = None, skip_spaces: bool = False, marks_are_letters: bool = False
-) -> Rows:
+def read_cells(path: Path, *, encoding: str | None = None, skip_spaces: bool = False) -> Rows:
     """The cells of every row, the header too, with the line on which the row begins; no cells for an empty line.
     skip_spaces: spaces after a comma are not part of the cell."""
-    with open_bytes(path) as file:
-        head = file.read(2**16)
-    end = "\r" if b"\r" in head and b"\n" not in head else "\n"
-    with open_text(path, newline=end, encoding=encoding) as file:
-        first = file.readline(MOST_ROW_BYTES)
-    said = NAMED_DELIMITER.fullmatch(first.strip("\r\n")) if kind_of(path) == ".csv" else None
-    delimiter = _delimiter(path, first) if said is None else said[1]
-    if delimiter == TAB and not _is_quoted(path, end, encoding, marks_are_letters):
-        rows = _plain(path, end, encoding)
-    else:
-        rows = _quoted(path, encoding, delimiter, skip_spaces and delimiter != TAB)
-    if said is not None:
-        next(rows)
-    yield from rows
+    with open_text(path, encoding=encoding) as file:
+        delimiter = _delimiter(path, file.readline(MOST_ROW_BYTES))
+    if delimiter == TAB and not _is_quoted(path, encoding):
+        return _plain(path, encoding)
+    return _quoted(path, encoding, delimiter, skip_spaces and delimiter != TAB)
 
 
 def _delimiter(path: Path, first: str) -> str:
@@ -87,9 +75,9 @@ def _delimiter(path: Path, first: str) -> str:
     return TAB
 
 
-def _plain(path: Path, end: str, encoding: str | None) -> Rows:
+def _plain(path: Path, encoding: str | None) -> Rows:
     """Rows between tabs, where a quotation mark is a letter."""
-    with open_text(path, newline=end, encoding=encoding) as file:
+    with open_text(path, newline="\n", encoding=encoding) as file:
         for number, line in enumerate(bounded_lines(file, path), 1):
             text = line.rstrip("\r\n")
             yield number, text.split(TAB) if text else []
@@ -112,24 +100,18 @@ def _quoted(path: Path, encoding: str | None, delimiter: str, skip_spaces: bool)
             ) from None
 
 
-def _is_quoted(path: Path, end: str, encoding: str | None, marks_are_letters: bool) -> bool:
+def _is_quoted(path: Path, encoding: str | None) -> bool:
     """Whether the cells of a file with tabs are quoted, as its first 16 MiB show; a later contradiction is an error of
     that row.
 
     GLUE's files are written without quoting: a quotation mark is a plain character, and sentences begin with one that
     is never closed. pandas and spreadsheets quote cells that contain a mark, a tab or a line break, and double the
-    marks inside. So a file is quoted if every cell that begins with a mark also closes it, and one of them has doubled
-    marks inside, or every cell except numbers is quoted; or if its lines do not have the same number of cells (or all
-    names in the first are quoted), and read with quoting its rows do. If whole cells are in marks and there is no other
-    evidence, the caller decides (marks_are_letters)."""
-    rows = _first(_plain(path, end, encoding))
-    texts = [cell for row in rows for cell in row if not NUMBER.fullmatch(cell[:40])]
-    marked = [cell for cell in texts if cell.startswith('"')]
-    if all(map(_is_whole, marked)):
-        doubled = any('""' in cell[1:-1] for cell in marked)
-        return bool(marked) and (doubled or len(marked) == len(texts) or not marks_are_letters)
+    marks inside. So a file is quoted if its rows, read with quoting, have one number of cells, and something shows it:
+    without quoting they do not (or have one cell); all names in the first are quoted; or a cell has doubled marks."""
+    rows = _first(_plain(path, encoding))
     widths = {len(row) for row in rows if row}
-    if len(widths) == 1 and widths != {1} and not all(map(_is_whole, rows[0])):
+    doubled = any('""' in cell[1:-1] and _is_whole(cell) for row in rows for cell in row)
+    if len(widths) == 1 and widths != {1} and not doubled and not all(map(_is_whole, rows[0])):
         return False
     try:
         return len({len(row) for row in _first(_quoted(path, encoding, TAB, False)) if row}) == 1
@@ -150,12 +132,6 @@ def _first(rows: Rows) -> list[list[str]]:
 def _is_whole(cell: str) -> bool:
     """Whether a cell is quoted, and every mark inside is written twice."""
     return len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in cell[1:-1].replace('""', "")
-
-
-MOST_JSON_BYTES = 2**31
-SEPARATOR = "<|endoftext|>"
-PIECE_CHARACTERS = 2**20
-ROWS_AT_ONCE, ROWS_GROWTH = 64, 100  # of Parquet: rows in memory, and characters for a byte of the file
 
 
 def read_file(path: Path) -> Iterator[Record]:
@@ -262,56 +238,20 @@ def _csv(path: Path) -> Iterator[Record]:
 
 def read_documents(path: Path) -> Iterator[Record]:
     """The pieces of all documents of a file, as rows with the column `text`."""
-    number, text, begun = 0, "", False  # a piece that may be the last of its document
-
-    def piece(text: str, ends: bool) -> Iterator[Record]:
-        if text:
-            yield Record(str(path), "line", number, {"text": text}, is_document=True, ends=ends)
-
+    lines, size, first = list[str](), 0, 0
     with open_text(path) as file:
-        for first, more in _pieces(file, path):
-            if more is None:
-                yield from piece(text.rstrip("\n"), True)
-                text, begun = "", False
-            elif begun and not more.strip():
-                text += more
-            elif more.strip():
-                yield from piece(text, False)
-                number, text, begun = first, more if begun else more.lstrip("\n"), True
-    yield from piece(text.rstrip("\n"), True)
-
-
-def _pieces(file: TextIO, path: Path) -> Iterator[tuple[int, str | None]]:
-    """The number of a piece's first line, and its text; None as a text where a document ends."""
-    lines: list[str] = []
-    size = first = 0
-    for number, line in _lines(file, path):
-        separates = line.strip() == SEPARATOR
-        if not separates:
-            first = number if not lines else first
-            lines.append(line)
-            size += len(line)
-        if separates or size >= 2 * PIECE_CHARACTERS or (size >= PIECE_CHARACTERS and not line.strip()):
-            yield first, "".join(lines)
-            lines, size = [], 0
-        if separates:
-            yield number, None
-    yield first, "".join(lines)
-
-
-def _lines(file: TextIO, path: Path) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers; a line longer than a piece in parts, which begin with the space between two words."""
-    number, left = 1, ""
-    while part := file.readline(PIECE_CHARACTERS):
-        check_line(part, path, number)
-        line, left = left + part, ""
-        if not line.endswith("\n") and len(part) == PIECE_CHARACTERS:
-            at = line.rfind(" ", 1)
-            line, left = (line[:at], line[at:]) if at > 0 else (line, "")
-        yield number, line
-        number += line.endswith("\n")
-    if left:
-        yield number, left
+        for number, line in enumerate(chain(bounded_lines(file, path), [SEPARATOR]), 1):
+            blank, ends = not line.strip(), line.strip() == SEPARATOR
+            full = size >= 2 * PIECE_CHARACTERS or (size >= PIECE_CHARACTERS and not lines[-1].strip())
+            if lines and (ends or (full and not blank)):
+                text = "".join(lines)
+                row = {"text": text.rstrip("\n") if ends else text}
+                yield Record(str(path), "line", first, row, is_document=True, ends=ends)
+                lines, size = [], 0
+            if not ends and (lines or not blank):  # empty lines before a document are left out
+                first = first if lines else number
+                lines.append(line)
+                size += len(line)
 
 
 def read_parquet(path: Path) -> Iterator[Record]:

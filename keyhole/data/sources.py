@@ -19,14 +19,13 @@ says what is odd about the list (`remarks`).
 import glob
 import os
 import re
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from keyhole.data.examples import COLUMNS, example_of, layout_of, with_columns
-from keyhole.data.opened import PLAIN, SUFFIXES, Record, kind_of, open_text
+from keyhole.data.examples import example_of, layout_of, with_columns
+from keyhole.data.opened import PLAIN, SUFFIXES, Record, kind_of
 from keyhole.data.readers import nested, read_file
 from keyhole.data.settings import DataSettings
 from keyhole.disk.json_text import read_json
@@ -37,8 +36,6 @@ HUB_ID = re.compile(r"((?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::([\w.-]+))
 PART = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)")
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
 SAID_BY_NAME = ("readme", "license", "licence", "changelog", "citation", "notice")
-NAMES = {name for names in COLUMNS.values() for name in names} | {"question", "answer", "label", "id"}
-MOST_LINE = 2**20
 BY_LINE = (".jsonl", ".ndjson", ".csv")  # the first row takes as long in a file of any size
 WHOLE, WHOLE_BYTES = (".json", ".tsv"), 2**20  # the reader looks at more of the file
 
@@ -181,8 +178,7 @@ def read_datasets(name: str) -> Iterator[Record]:
 
 def remarks(sources: list[str], names: list[str]) -> list[str]:
     """What is odd about these sources, which were resolved to these files: what is not read of a directory, files of
-    several splits in one, parts (`-00002-of-00005`) that are missing, files that are read twice, and plain texts that
-    begin like a table."""
+    several splits in one, parts (`-00002-of-00005`) that are missing, and files that are read twice."""
     found = []
     for folder in (Path(os.path.expanduser(source)) for source in sources):
         if folder.is_dir() and not is_saved(folder):
@@ -205,17 +201,5 @@ def remarks(sources: list[str], names: list[str]) -> list[str]:
     times = Counter(os.path.realpath(name) if Path(name).is_file() else name for name in names)
     if again := [f"{Path(name).name} ({number} times)" for name, number in times.items() if number > 1]:
         found.append(f"read more than once, so trained on more often: {listed(again)}")
-    return found + [line for name in names if kind_of(Path(name)) in PLAIN and (line := _disguise(Path(name)))]
+    return found
 
-
-def _disguise(path: Path) -> str:
-    """What a plain text is whose first line is that of another format."""
-    try:
-        with open_text(path) as file:
-            line = file.readline(MOST_LINE).strip()
-    except (OSError, EOFError, ValueError, zlib.error):
-        return ""  # reading it will report that
-    if line.startswith("{") and line.endswith("}"):
-        return f"{path.name}: begins with a JSON object, and is trained on as plain text; call it .jsonl"
-    named = len(NAMES & {cell.strip('" ') for cell in re.split(r"[\t,;]", line)}) > 1
-    return f"{path.name}: begins with names of columns, and is trained on as plain text; call it .csv" if named else ""

@@ -1,7 +1,7 @@
 """Reads the rows of a task's files in the formats of the original downloads, which differ from training data.
 
     .tsv .txt    cells between tabs. A quotation mark is a plain character, as in GLUE's files, unless the file shows
-                 that its cells are quoted (../delimited.py)
+                 that its cells are quoted (../readers.py)
     .csv         quoted cells between commas, semicolons or tabs; a quotation mark that is never closed is refused
     no header    recognised by a first line without any known column, if the task file names the cells (`header`)
     .txt .label  without a tab: the columns `line` and `file` (its name, the label of Subj's sentences); read as
@@ -114,9 +114,7 @@ def _cells(
 ) -> Iterator[Record]:
     """Rows of cells. header: the task's names of them, for a file without any known column in its first line; `...` at
     its end: more may follow."""
-    rows: Iterator[list[str]] = (
-        cells for _, cells in read_cells(path, encoding=encoding, skip_spaces=True, marks_are_letters=True)
-    )
+    rows: Iterator[list[str]] = (cells for _, cells in read_cells(path, encoding=encoding, skip_spaces=True))
     names = first = next(rows, [])
     may_go_on = False
     if known & set(first) or not header:
