@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 import keyhole
 from keyhole.config import TrainConfig, resolve
-from keyhole.config.data import data_settings
 from keyhole.data.run import load_data
+from keyhole.data.settings import data_settings
 from keyhole.model.structure.reach import freeze
 from keyhole.training.validation import Judge
 

@@ -11,7 +11,7 @@ from keyhole.methods import METHODS
 PACKAGE = Path(keyhole.__file__).parent
 ORDER = (
     "errors", "weak", "assets", "machine", "limits", "pages", "disk", "ranks", "ops", "offload", "model", "methods",
-    "plan", "loading", "data", "checkpoint", "eval", "harness", "config", "report", "hub", "training", "bench", "demo",
+    "config", "plan", "loading", "data", "checkpoint", "eval", "harness", "report", "hub", "training", "bench", "demo",
     "compare", "cli", "hf",
 )  # fmt: skip
 SOURCES = {path: path.relative_to(PACKAGE).parts for path in PACKAGE.rglob("*.py")}

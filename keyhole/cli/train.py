@@ -81,7 +81,7 @@ def data(
     """
     settings = load_settings(config, overrides, STAND_INS)
     check_model(settings.model)
-    from keyhole.config.data import data_settings
+    from keyhole.data.settings import data_settings
     from keyhole.data.sources import check_sources
 
     asked = data_settings(settings)

@@ -48,7 +48,7 @@ from keyhole.compare.result import (
     write_result,
 )
 from keyhole.compare.table import Cell, cell_of, choose, number, seeds_of_grid, to_json, to_markdown, zero_shot_cell
-from keyhole.config.data import data_settings
+from keyhole.data.settings import data_settings
 from keyhole.data.sources import check_sources
 from keyhole.disk.files import remove, write_text
 from keyhole.disk.json_text import finite

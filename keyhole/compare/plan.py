@@ -31,7 +31,7 @@ import yaml
 
 from keyhole.compare.file import Comparison, Entries, text_entries
 from keyhole.config import TrainConfig, to_dict
-from keyhole.config.data import data_settings
+from keyhole.data.settings import data_settings
 from keyhole.config.faults import Finding, refuse
 from keyhole.config.fields import sections, settings
 from keyhole.config.loader import LocatedNode, build_config

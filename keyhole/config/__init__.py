@@ -4,7 +4,6 @@
     rules.py     rules between settings           types.py    YAML nodes to typed values, and a config to YAML
     docs.py      the help and docs/config.md      fields.py   the table of all settings; those of a method
     recipes.py   CONFIG on the command line       faults.py   messages about faults
-    data.py      the settings that data preparation reads
 
 The settings of a method are in its own folder (methods/<name>/traits.py). Nothing here imports torch.
 """

@@ -43,7 +43,6 @@ import torch
 
 from keyhole.data.dataset import IGNORED, Dataset, Sample
 from keyhole.data.examples import AUTO
-from keyhole.data.settings import BEFORE
 from keyhole.errors import UserError
 from keyhole.machine.text import counted
 
@@ -98,7 +97,7 @@ def stratifies(data: Dataset, asked: bool | str) -> bool:
 class Padding(NamedTuple):
     """Batches have a multiple of `multiple` tokens per row, but no more than `most` (None: no limit)."""
 
-    multiple: int = BEFORE
+    multiple: int = STEP
     most: int | None = None
 
     def width(self, longest: int) -> int:

@@ -23,7 +23,6 @@ row (the seed decides which). Rows refer to samples, so a repeated sample costs 
 """
 
 import hashlib
-import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -226,8 +225,6 @@ def arrange(data: Dataset, how: DataSettings, sources: int) -> Dataset:
     if weights is not None and len(weights) != sources:
         kind = "tasks" if how.task else "sources"
         raise UserError(f"train_weights: {len(weights)} numbers for {sources} {kind}; give one for each")
-    if weights is not None and not all(0 <= weight < math.inf for weight in weights):
-        raise UserError(f"train_weights: {listed(weights)}: expected numbers from 0 on")
     if weights is not None:
         data.choose(_mixed(data, weights, how.seed))
     if how.packing:

@@ -133,7 +133,7 @@ def layout_of(record: Record, data_format: str | None, templates: Mapping[str, R
     """(layout, reason) of a file, from its first row and the settings."""
     if templates:
         return TABLE, f"{' and '.join(templates)} from columns"
-    if data_format not in (None, AUTO):
+    if data_format is not None:
         layout, why = str(data_format), "data_format is set"
     elif layout := next((name for name, columns in COLUMNS.items() if record.row.keys() >= set(columns)), ""):
         why = f"found column {', '.join(COLUMNS[layout])}"

@@ -234,7 +234,7 @@ def _examples(records: Iterable[Record], how: DataSettings, report: Report) -> I
             layouts[record.file], why = layout_of(record, how.data_format, how.row_templates)
             report.formats[record.file] = f"format {layouts[record.file]} ({why})"
         layout = layouts[record.file]
-        if how.data_format in (None, AUTO) and not how.row_templates:
+        if how.data_format is None and not how.row_templates:
             richer = next(name for name, cs in COLUMNS.items() if name == layout or record.row.keys() >= set(cs))
             if richer != layout:
                 raise UserError(
@@ -256,7 +256,7 @@ def _check_document(record: Record, how: DataSettings) -> None:
             f"{record.file}: plain text has no columns, and {' and '.join(named)} is set; if the file is a table, "
             "rename it to .tsv or .csv"
         )
-    if how.data_format not in (None, AUTO, "text"):
+    if how.data_format not in (None, "text"):
         raise UserError(f"{record.file}: plain text, and data_format={how.data_format}; leave data_format out")
     if how.max_length is None:
         raise UserError(f"{record.file}: plain text is cut into samples of max_length tokens, and it is null; set it")

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from keyhole.assets import MODEL, TEST, TRAIN, locate
 from keyhole.data.batches import EvalBatches, Loader, Padding, choose_padding, stratifies
 from keyhole.data.capacity import check_data, context_length
@@ -64,25 +62,18 @@ class Data:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a run, from files or from tasks; of tasks also their questions, train, dev and test of each."""
+    """The rows of a run, from files or from tasks; of tasks also their questions, and the labels of a classifier."""
 
     train: Dataset
     held_out: Dataset | None
     report: list[str]
-    drawn: Sequence[dict[str, Task]] = ()
+    dev: tuple[Task, ...] = ()
+    test: tuple[Task, ...] = ()
     labels: Labels | None = None
-
-    def tasks(self, split: str) -> tuple[Task, ...]:
-        return tuple(each[split] for each in self.drawn if each[split].questions)
 
 
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer in the directory of a model."""
-    read_config(locate(model, MODEL))  # a clear error if there is no model at all
-    return _tokenizer(model)
-
-
-def _tokenizer(model: str) -> Tokenizer:
     return needed(read_tokenizer(locate(model, MODEL)), locate(model, MODEL))
 
 
@@ -90,10 +81,10 @@ def load_data(settings: DataSettings, tokenizer: "Tokenizer | None" = None) -> D
     """Loaders and report. tokenizer: None takes the model's."""
     settings = replace(settings, template_date=settings.day.isoformat())  # one date, also after midnight
     known = _model_config(settings)
-    tokenizer = tokenizer or _tokenizer(settings.model)
+    tokenizer = tokenizer or load_tokenizer(settings.model)
     rows = (_of_tasks if settings.task else _of_files)(settings, tokenizer, known)
     further = tuple(drawn["test"] for drawn in draw_tasks(settings, training=False))
-    train, report, labels = rows.train, list(rows.report), () if rows.labels is None else rows.labels.names
+    train, report, test = rows.train, list(rows.report), (*rows.test, *further)
     steps = settings.gradient_accumulation_steps
     if settings.batch_size * steps > len(train):
         product = f" x gradient_accumulation_steps={steps}" if steps > 1 else ""
@@ -105,10 +96,10 @@ def load_data(settings: DataSettings, tokenizer: "Tokenizer | None" = None) -> D
     report += [line for task in further for line in warning_lines(task)]
     about: dict[str, object] = {"date": settings.template_date}
     about |= {"chat_template": train.chat_template} if train.chat_template else {}
-    if labels:
-        specs = [task.spec for task in (*rows.tasks("test"), *further)]
+    if rows.labels is not None:
+        specs = [task.spec for task in test]
         find_labels(specs, known, settings.head is not None)  # refuses tests with other labels
-        about |= {"labels": list(labels), "pad_token_id": train.pad_token_id}
+        about |= {"labels": list(rows.labels.names), "pad_token_id": train.pad_token_id}
     positions, asked = context_length(known), settings.pad_to_multiple_of
     padding = choose_padding(train, asked, positions) if settings.padding is None else Padding(*settings.padding)
     loader = Loader(
@@ -129,30 +120,23 @@ def load_data(settings: DataSettings, tokenizer: "Tokenizer | None" = None) -> D
         report,
         train.end_token_ids,
         train.chat_template,
-        dev=rows.tasks("dev"),
-        test=(*rows.tasks("test"), *further),
-        labels=labels,
+        dev=rows.dev,
+        test=test,
+        labels=() if rows.labels is None else rows.labels.names,
         tokenizer=tokenizer,
     )
 
 
 def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False) -> str:
-    """What `keyhole data` prints: the first samples of train_data, and a report on them. Reads only these."""
-    known, tokenizer = _model_config(settings), _tokenizer(settings.model)
-    if not settings.task:
-        data, lines = _file_set(settings, settings.train_data, TRAIN, tokenizer, known, samples=max(1, count))
-        return "\n".join([*lines, "", preview(data, tokenizer, count, color=color)])
-    rows = _of_tasks(settings, tokenizer, known)
-    if rows.labels is not None:
-        shown = [preview(rows.train, tokenizer, count, color=color, labels=rows.labels.names)]
-        return "\n".join([*rows.report, "", *shown])
-    shown = []
-    for task in rows.tasks("train"):  # all candidates, whatever the loss
-        loss = CANDIDATES if task.spec.kind == CHOICE else TOKENS
-        shown.append(
-            preview(_question_set([task], tokenizer, settings, loss, None, known), tokenizer, count, color=color)
-        )
-    return "\n".join([*rows.report, "", *shown])
+    """What `keyhole data` prints: the first samples of train_data, and a report on them. Reads only these; of a task
+    all candidates of its questions, whatever the loss."""
+    known, tokenizer = _model_config(settings), load_tokenizer(settings.model)
+    if settings.task:
+        rows = _of_tasks(settings, tokenizer, known, candidates=True)
+    else:
+        rows = _of_files(replace(settings, eval_data=None, train_weights=None), tokenizer, known, max(1, count))
+    names = () if rows.labels is None else rows.labels.names
+    return "\n".join([*rows.report, "", preview(rows.train, tokenizer, count, color=color, labels=names)])
 
 
 def _model_config(settings: DataSettings) -> "PreTrainedConfig":
@@ -176,8 +160,11 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
     return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
 
 
-def _of_files(settings: DataSettings, tokenizer: Tokenizer, known: "PreTrainedConfig") -> Rows:
-    train, lines = _file_set(settings, settings.train_data, TRAIN, tokenizer, known)
+def _of_files(
+    settings: DataSettings, tokenizer: Tokenizer, known: "PreTrainedConfig", samples: int | None = None
+) -> Rows:
+    """The data of files. samples: how many are enough."""
+    train, lines = _file_set(settings, settings.train_data, TRAIN, tokenizer, known, samples)
     report = [f"train: {line}" for line in lines]
     if not settings.eval_data:
         return Rows(train, None, report)
@@ -193,9 +180,8 @@ def _overlap(train: Dataset, held_out: Dataset) -> list[str]:
     def key(data: Dataset, index: int) -> int:
         return hash(data.ids[data.starts[index] : data.starts[index + 1]].tobytes())
 
-    alike = np.flatnonzero(np.isin(np.array(train.lengths), np.array(held_out.lengths)))
-    ours = {key(train, i) for i in alike[:MOST_COMPARED].tolist()}
-    total = len(held_out.lengths)
+    total, lengths = len(held_out.lengths), set(held_out.lengths)
+    ours = {key(train, i) for i, length in enumerate(train.lengths[:MOST_COMPARED]) if length in lengths}
     count = sum(key(held_out, i) in ours for i in range(total))
     told = f"warning: {count:,} of the {total:,} samples are also in train_data: their loss is that of training"
     return [told] if count else []
@@ -213,27 +199,32 @@ def _file_set(
     assert source is not None  # or task
     sources = [locate(name, demo) for name in ([source] if isinstance(source, str) else source)]
     how = replace(settings, stop_token_ids=stop_token_ids(settings.model))
-    how = how if samples is None else replace(how, train_weights=None)
     data = arrange(tokenise(sources, tokenizer, how, samples=samples), how, len(sources))
-    warnings = check_data(data, settings.model, known)
-    return data, [*data.report.lines(), *warnings]
+    return data, data.report.lines() + check_data(data, settings.model, known)
 
 
-def _of_tasks(settings: DataSettings, tokenizer: Tokenizer, known: "PreTrainedConfig") -> Rows:
+def _of_tasks(
+    settings: DataSettings, tokenizer: Tokenizer, known: "PreTrainedConfig", candidates: bool = False
+) -> Rows:
+    """The data of tasks. candidates: all of them, where questions have several."""
     drawn = draw_tasks(settings)
-    train, labels = [each["train"] for each in drawn], None
+    train = [each["train"] for each in drawn]
+    dev, test = ([each[split] for each in drawn if each[split].questions] for split in ("dev", "test"))
+    labels, loss = None, str(settings.loss)
     if is_classifier(known):
         labels = find_labels([task.spec for task in train], known, settings.head is not None)
-    data = arrange(_question_set(train, tokenizer, settings, settings.loss, labels, known), settings, len(train))
+    elif candidates and all(task.spec.kind == CHOICE for task in train):
+        loss = CANDIDATES
+    data = arrange(_question_set(train, tokenizer, settings, loss, labels, known), settings, len(train))
     report = [line for each in drawn for line in report_lines(each)]
     report += [*data.report.lines(), *check_data(data, settings.model, known)]
     if settings.loss == CANDIDATES:
         report.append(f"loss: candidates; {len(data.lengths):,} candidates of {len(data):,} questions")
     held_out = None  # without dev there is no selection; test never selects
-    if dev := [each["dev"] for each in drawn if each["dev"].questions]:
+    if dev:
         held_out = _question_set(dev, tokenizer, replace(settings, overlong="truncate"), TOKENS, labels, known)
         check_data(held_out, settings.model, known)
-    return Rows(data, held_out, report, drawn, labels)
+    return Rows(data, held_out, report, tuple(dev), tuple(test), labels)
 
 
 def _question_set(

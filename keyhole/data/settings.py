@@ -1,24 +1,32 @@
 """The settings of data: where the rows come from, how a row becomes tokens, and how rows are batched.
 
-keyhole/config/data.py makes a DataSettings from a TrainConfig; without a config, make one directly.
+They are settings of a run (keyhole/config/schema.py); `data_settings` takes them from a config. Without one, make a
+DataSettings directly: it has no cache, and samples of up to 2048 tokens.
 """
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from keyhole.data.examples import AUTO, COLUMNS, TABLE, RowTemplate
+from keyhole.config.schema import RunConfig
+from keyhole.data.examples import AUTO, TABLE, RowTemplate
 from keyhole.data.turns import OWN_VARIABLES
 from keyhole.disk.files import read_small
 from keyhole.errors import UserError, printable
+from keyhole.limits import describe, fits
+from keyhole.methods.settings import kinds
 
-OVERLONG = ("truncate", "split", "drop", "error")
-TRAIN_ON = ("answers", "all")
+OF_DATA = (  # all that the data of a run depend on
+    "model", "train_data", "eval_data", "train_weights", "data_cache", "data_format", "columns", "prompt", "completion",
+    "max_length", "overlong", "packing", "train_on", "train_end_token", "dedup", "chat_template",
+    "chat_template_kwargs", "template_date", "task", "test_task", "task_data", "task_splits", "num_train", "num_dev",
+    "num_eval", "loss", "head", "num_labels", "batch_size", "gradient_accumulation_steps", "seed",
+    "pad_to_multiple_of", "stratify",
+)  # fmt: skip
 MOST_TEMPLATE_BYTES = 2**20
-BEFORE = 8  # pad_to_multiple_of of runs from before the setting existed
 
 
 def today() -> datetime.date:
@@ -27,60 +35,29 @@ def today() -> datetime.date:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSettings:
-    """The data of a run: train_data and eval_data, or tasks by name. stop_token_ids: tokens that end an answer of the
-    model, besides eos. padding: (multiple, most) of a resumed run that began with auto (batches.py)."""
+class DataSettings(RunConfig):
+    """A run of which only the data are known (OF_DATA). stop_token_ids: tokens that end an answer of the model, besides
+    eos. padding: (multiple, most) of a resumed run that began with auto (batches.py)."""
 
     model: str = ""
-    train_data: str | list[str] | None = None
-    eval_data: str | list[str] | None = None
-    train_weights: list[float] | None = None
-    data_cache: str | None = None
-    data_format: str | None = None
-    columns: dict[str, str] | None = None
-    prompt: str | None = None
-    completion: str | None = None
+    method: str = ""
+    output_dir: str = ""
     max_length: int | None = 2048
-    overlong: str = "truncate"
-    packing: bool = False
-    train_on: str = "answers"
-    train_end_token: bool | None = None
-    dedup: bool = False
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    template_date: str | None = None
+    data_cache: str | None = None
     stop_token_ids: tuple[int, ...] = ()
-    task: str | list[str] | None = None
-    test_task: str | list[str] | None = None
-    task_data: str | None = None
-    task_splits: dict[str, str] | None = None
-    num_train: int | None = 1000
-    num_dev: int = 500
-    num_eval: int | None = 1000
-    loss: str = "tokens"
-    head: str | None = None
-    num_labels: int | None = None
-    batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    seed: int = 0
-    pad_to_multiple_of: int | str | None = AUTO
     padding: tuple[int, int | None] | None = None
-    stratify: bool | str = AUTO
 
     def __post_init__(self) -> None:
-        formats = (AUTO, *COLUMNS)
-        for key, choices in (("data_format", formats), ("overlong", OVERLONG), ("train_on", TRAIN_ON)):
-            if (value := vars(self)[key]) not in choices and not (value is None and choices is formats):
-                raise UserError(f"{key}={value!r}: expected {', '.join(choices)}")
-        if self.row_templates and self.data_format not in (None, AUTO, TABLE):
+        for key in OF_DATA:
+            if not fits(value := vars(self)[key], kind := kinds(RunConfig)[key]):
+                raise UserError(f"{key}={value!r}: expected {describe(kind, full=True)}")
+        if self.row_templates and self.data_format not in (None, TABLE):
             made = " and ".join(self.row_templates)
             raise UserError(
                 f"data_format={self.data_format}: with {made} set the rows are read as {TABLE}; leave data_format out"
             )
         if self.packing and self.max_length is None:
             raise UserError("packing=true needs max_length: it is the length of a packed row")
-        if self.max_length is not None and self.max_length < 2:
-            raise UserError(f"max_length={self.max_length}: expected at least 2, one token to read and one to predict")
         if own := [name for name in OWN_VARIABLES if name in (self.chat_template_kwargs or {})]:
             where = f"; write {own[0]} into the column {own[0]}" if own[0] in ("tools", "documents") else ""
             raise UserError(f"chat_template_kwargs: {own[0]} comes from the data, row by row; leave it out{where}")
@@ -115,3 +92,16 @@ class DataSettings:
         except OSError as error:
             what = f"{error.strerror}; give the path of a Jinja template, or its text"
             raise UserError(f"chat_template: {printable(given, 200)}: {what}") from None
+
+
+def data_settings(config: RunConfig, loader: dict[str, Any] | None = None) -> DataSettings:
+    """The settings of a config that data depend on. loader: the loader state of a resumed run, which keeps the day it
+    began (for template_date), its padding and its order."""
+    settings = DataSettings(**{name: vars(config)[name] for name in OF_DATA})
+    if loader is None:
+        return settings
+    asked, *numbers = loader["padding"]
+    began = settings.template_date or loader.get("date")
+    padding = tuple(numbers) if asked == AUTO else None
+    strata = loader.get("stratified", False) is True if settings.stratify == AUTO else settings.stratify
+    return replace(settings, template_date=began, pad_to_multiple_of=asked, padding=padding, stratify=strata)

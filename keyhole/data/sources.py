@@ -202,4 +202,3 @@ def remarks(sources: list[str], names: list[str]) -> list[str]:
     if again := [f"{Path(name).name} ({number} times)" for name, number in times.items() if number > 1]:
         found.append(f"read more than once, so trained on more often: {listed(again)}")
     return found
-

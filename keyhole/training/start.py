@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from keyhole.checkpoint.resume import Origin, check_original, find_origin
 from keyhole.config import TrainConfig
-from keyhole.config.data import data_settings
 from keyhole.config.fields import own_settings
-from keyhole.data.settings import DataSettings
+from keyhole.data.settings import DataSettings, data_settings
 from keyhole.data.sources import check_sources
 from keyhole.disk.weight_files import weight_files
 from keyhole.errors import UserError

@@ -49,7 +49,7 @@ def test_unknown_columns_are_listed_with_what_is_expected() -> None:
     message = str(error.value)
     assert "data.jsonl, line 3" in message and "found:    question, answer" in message
     assert all(name in message for name in COLUMNS) and "data_format" in message
-    with pytest.raises(UserError, match="data_format='chatml': expected auto, messages"):
+    with pytest.raises(UserError, match="data_format='chatml': expected messages"):
         DataSettings(data_format="chatml")
 
 

@@ -46,9 +46,9 @@ def test_losses_and_weights_are_those_of_the_methods_own_loop(
 @pytest.mark.parametrize("name", ["zo", "lomo"])
 def test_losses_are_those_of_keyhole_train(tiny_model: Path, tiny_data: Path, tmp_path: Path, name: str) -> None:
     """The same run by the command's own loop, on the batches of its loader: equal losses, to the bit."""
-    from keyhole.config.data import data_settings
     from keyhole.config.loader import parse_config
     from keyhole.data.run import load_data
+    from keyhole.data.settings import data_settings
     from keyhole.report.entries import read_metrics
     from keyhole.training.start import train
 

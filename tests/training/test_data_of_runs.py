@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import keyhole
-from keyhole.config.data import data_settings
 from keyhole.data import settings as data_settings_module
 from keyhole.data.batches import Padding
 from keyhole.data.run import load_data, load_tokenizer
+from keyhole.data.settings import data_settings
 from keyhole.errors import UserError
 from keyhole.eval.conversation import Conversation
 from keyhole.training.loop import Leader

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from keyhole.config.data import data_settings
 from keyhole.data.run import Data, load_data
+from keyhole.data.settings import data_settings
 from keyhole.errors import UserError
 from keyhole.ranks import Ranks
 from keyhole.training import resume as sameness

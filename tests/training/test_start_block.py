@@ -10,8 +10,8 @@ from transformers import TrainingArguments, get_scheduler
 
 import keyhole
 from keyhole.config import TrainConfig
-from keyhole.config.data import data_settings
 from keyhole.data.run import load_data
+from keyhole.data.settings import data_settings
 from keyhole.training import model_and_method as start
 from keyhole.training.model_and_method import workload
 from keyhole.training.schedule import Schedule

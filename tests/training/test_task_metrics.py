@@ -10,8 +10,8 @@ import pytest
 import keyhole
 from keyhole import assets
 from keyhole.config import TrainConfig, resolve
-from keyhole.config.data import data_settings
 from keyhole.data.run import load_data
+from keyhole.data.settings import data_settings
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
