@@ -44,7 +44,6 @@ import torch
 from keyhole.data.dataset import IGNORED, Dataset, Sample
 from keyhole.data.examples import AUTO
 from keyhole.errors import UserError
-from keyhole.machine.text import counted
 
 LONG, WIDTHS, STEP = 1024, 8, 8
 
@@ -279,26 +278,19 @@ class Loader:
         self.position, self._last = (int(state["epoch"]), int(state["offset"])), []
 
     def report(self, asked: int | str | None, stratify: bool | str) -> list[str]:
-        """The share of padding in an epoch, with and without the multiples, and the classes. asked, stratify: the
-        settings."""
+        """The share of padding in an epoch, and the classes. asked, stratify: the settings."""
         data, first, padding = self.dataset, self.order_of(0), self.padding
         begins = np.arange(0, len(first), self.batch_size)
         longest = np.maximum.reduceat(np.array([data.row_length(i) for i in first]), begins)
         rows = np.add.reduceat(np.array([data.row_samples(i) for i in first]), begins)
-        padded = np.array([padding.width(int(n)) for n in longest])
-        real = sum(data.lengths[i] for row in data.rows for i in row)
-        ragged, whole = int((rows * longest).sum()), int((rows * padded).sum())
-        shapes = len(set(zip(rows.tolist(), padded.tolist(), strict=True)))
+        whole = sum(n * padding.width(length) for n, length in zip(rows.tolist(), longest.tolist(), strict=True))
+        share = 1 - sum(data.lengths[i] for row in data.rows for i in row) / whole
         how = f"multiples of {padding.multiple} tokens" if padding.multiple > 1 else "the longest row of each batch"
         why = "null" if asked is None else asked
-        lines = [
-            f"padding: to {how} (pad_to_multiple_of={why}), {counted(shapes, 'shape')} of batches per epoch; "
-            f"{1 - real / whole:.1%} of the tokens are padding, {1 - real / ragged:.1%} without the multiples"
-        ]
+        lines = [f"padding: to {how} (pad_to_multiple_of={why}); {share:.1%} of the tokens are padding"]
         if self._classes is not None:
             counts = np.unique(self._classes, return_counts=True)[1]
-            low, high = int(counts.min()), int(counts.max())
-            span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            span = f"{counts.min():,}" if counts.min() == counts.max() else f"{counts.min():,} to {counts.max():,}"
             lines.append(
                 f"batches: stratified (stratify={str(stratify).lower()}), {len(counts)} classes of {span} rows"
             )

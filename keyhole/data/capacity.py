@@ -41,7 +41,11 @@ def context_length(config: "PreTrainedConfig") -> int | None:
     text = config.get_text_config(decoder=True)
     found = (getattr(text, name, None) for name in POSITIONS)
     length = next((length for length in found if isinstance(length, int) and length > 0), None)
-    return (text_positions(_built(config)) or length) if length is not None and is_classifier(config) else length
+    return (
+        (text_positions(build(config, torch.float32)) or length)
+        if length is not None and is_classifier(config)
+        else length
+    )
 
 
 def has_table(config: "PreTrainedConfig", module: nn.Module | None = None) -> bool:
@@ -52,7 +56,7 @@ def has_table(config: "PreTrainedConfig", module: nn.Module | None = None) -> bo
         return False
     if getattr(text, POSITIONS[0], None) is None and getattr(text, "max_seq_len", None):
         return True  # MPT: biases for max_seq_len distances
-    module = _built(config) if module is None else module
+    module = build(config, torch.float32) if module is None else module
     if is_classifier(config) and text_positions(module):
         return True
     return any(
@@ -60,10 +64,6 @@ def has_table(config: "PreTrainedConfig", module: nn.Module | None = None) -> bo
         for tensors in (module.named_parameters(), module.named_buffers())
         for name, tensor in tensors
     )
-
-
-def _built(config: "PreTrainedConfig") -> nn.Module:
-    return build(config, torch.float32)
 
 
 def embedding_rows(config: "PreTrainedConfig") -> int | None:
@@ -98,20 +98,17 @@ def check_data(data: Dataset, model: object, config: "PreTrainedConfig", module:
     check_ids(data.ids[at], data.where[int(np.searchsorted(data.starts, at, side="right")) - 1], model, config)
     if data.pad_token_id >= (embedding_rows(config) or data.pad_token_id + 1):
         data.pad_token_id = 0
-    length, row = context_length(config), data.longest_row()
+    length, row, limit = context_length(config), data.longest_row(), data.report.max_length
     if length is None or row <= length:
         return []
-    limit, longest = data.report.max_length, int(np.argmax(data.lengths))
+    longest = int(np.argmax(data.lengths))
     sample = data.lengths[longest]
     if has_table(config, module):
-        found = (
-            f"packed rows have up to {row:,} tokens" if data.packed else f"{data.where[longest]} has {sample:,} tokens"
-        )
-        beyond = f"{limit} is more than the {length} positions the model has"
-        unlimited = f"null sets no limit, but the model has {length} positions"
+        found = f"packed rows have up to {row:,}" if data.packed else f"{data.where[longest]} has {sample:,}"
         raise UserError(
-            f"max_length: {unlimited if limit is None else beyond} ({model}), and {found}; set max_length={length} or "
-            "less, then longer samples are cut, dropped or refused, as overlong says"
+            f"max_length: {limit or 'null (no limit)'} is more than the {length} positions the model has ({model}), and "
+            f"{found} tokens; set max_length={length} or less, then longer samples are cut, dropped or refused, as "
+            "overlong says"
         )
     if sample <= length:
         return []

@@ -293,11 +293,7 @@ class ChatTemplate:
         call = {"type": "function", "id": "000000000", "function": {"name": MARKER, "arguments": {MARKER: VALUE}}}
         chat: Turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         done = self.attempt(chat, {})
-        if done is not None and f"{{'{MARKER}'" not in done.text:
-            return False
-        chat[1]["tool_calls"] = [call_as(call, True)]
-        as_text = self.attempt(chat, {})
-        return as_text is not None and f'\\"{MARKER}' not in as_text.text
+        return done is None or f"{{'{MARKER}'" in done.text
 
     def generation_prompt(self, given: Given) -> str:
         """The text that the template writes after a question, before the answer: what is written after its loop, or,

@@ -39,7 +39,6 @@ from keyhole.data.tokens import Tokens
 from keyhole.errors import UserError, listed
 from keyhole.model.rows import pack
 
-CUT_SHOWN = 12  # tokens of a cut that the preview can show
 LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
 
 
@@ -176,8 +175,7 @@ class Collector:
             before = prompt - max(min(prompt, n // 2), min(prompt, n - head - (end - first)))
             keep = np.r_[0:head, head + before : len(ids_T)]
             ids_T, trained_T = ids_T[keep], trained_T[keep]
-        tail = ids_T[n:]
-        cut = Cut(len(tail), int(trained_T[n:].sum()), tail[:CUT_SHOWN].tolist(), before)
+        cut = Cut(len(ids_T[n:]), int(trained_T[n:].sum()), before)
         self.report.truncated += 1
         self.report.cut_trained_tokens += cut.trained
         return tokens._replace(ids_T=ids_T[:n], trained_T=trained_T[:n]), cut
@@ -256,7 +254,5 @@ def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
         rows = own.tolist() * int(whole) + own[some].tolist()
         chosen += rows
         told.append(f"{len(rows):,} of source {source + 1} (weight {weight:g})")
-        if weight and not rows:
-            data.report.remarks.append(f"source {source + 1} has the weight {weight:g}, but gives no row")
     data.report.mixture = "rows per epoch: " + ", ".join(told)
     return chosen

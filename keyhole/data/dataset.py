@@ -36,9 +36,8 @@ class Sample(NamedTuple):
 class Cut(NamedTuple):
     """What truncation removed from a sample: at its end, and at the beginning of its prompt."""
 
-    tokens: int
-    trained: int
-    first_ids: list[int]  # first tokens that were cut at the end, for the preview
+    tokens: int = 0
+    trained: int = 0
     before: int = 0  # tokens cut from the prompt
 
 

@@ -24,7 +24,7 @@ import datetime
 import difflib
 import json
 import math
-import string
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -48,6 +48,7 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 
 AUTO, TABLE = "auto", "prompt_completion"
+PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")  # of a RowTemplate: a brace, a column, or a mistake
 CHAT_COLUMNS = ("system", "tools", "documents", "chat_template_kwargs")  # of every chat, beside its turns
 ALPACA_COLUMNS = ("input", "history")
 WITH_A_MEANING = (*CHAT_COLUMNS, *ALPACA_COLUMNS, *FLAGS)  # columns, or keys of turns, that other rows use
@@ -76,21 +77,16 @@ class RowTemplate:
 
     def __init__(self, text: str, key: str) -> None:
         """key: the name of its setting."""
-        self.key = key
-        try:
-            pieces = list(string.Formatter().parse(text))
-        except ValueError as error:
-            raise UserError(f"{key}: {text!r:.120}: {error}; a column is {{name}}, a brace {{{{ or }}}}") from None
-        self.parts = [
-            (literal, None if name is None else f"{name}{'!' * bool(form)}{form or ''}{':' * bool(spec)}{spec}".strip())
-            for literal, name, spec, form in pieces
-        ]
-        if all(name is None for _, name in self.parts):
+        self.text, self.key = text, key
+        pieces = list(PIECE.finditer(text))
+        if alone := next((piece[0] for piece in pieces if piece[0] in ("{", "}")), None):
+            raise UserError(f"{key}: {text!r:.120}: a single {alone}; a column is {{name}}, a brace {{{{ or }}}}")
+        if all(piece[1] is None for piece in pieces):
             raise UserError(f"{key}: {text!r:.120} names no column; write one in braces, such as {{text}}")
 
     def fill(self, record: Record) -> str:
         """The text of a row."""
-        return "".join(text if column is None else text + self._cell(record, column) for text, column in self.parts)
+        return PIECE.sub(lambda p: p[0][0] if p[1] is None else self._cell(record, p[1].strip()), self.text)
 
     def _cell(self, record: Record, column: str) -> str:
         if column not in record.row:

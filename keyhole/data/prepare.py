@@ -169,12 +169,10 @@ def _tokenised(
         if samples is not None and got >= samples:
             report.partial = next(records, None) is not None
             break
-    template, eos = renderer.template, renderer.eos
-    adds = "with eos at the end" if renderer.trains_end else "without an eos"
-    adds = "without an eos, because the tokenizer has none" if eos is None else adds
-    report.template = f"none; text is used as it stands, {adds}"
+    template = renderer.template
+    ends = listed(renderer.special[i] for i, _ in collector.ends.most_common() if i in renderer.special)
+    report.template = f"none; text is used as it stands, with {ends or 'no special token'} at the end"
     if collector.chats:
-        ends = listed(renderer.special[i] for i, _ in collector.ends.most_common() if i in renderer.special)
         report.template = f"{template.name}; answers end with {ends or 'no special token'}{template.dated}"
     report.foreign = renderer.foreign
     about_chats = {"chat_template": how.chat_template, "chat_template_kwargs": how.chat_template_kwargs}
@@ -227,8 +225,10 @@ def _examples(records: Iterable[Record], how: DataSettings, report: Report) -> I
     of a richer layout is refused: it would be read as the first."""
     layouts: dict[str, str] = {}
     for record in records:
-        if record.is_document:
-            _check_document(record, how)
+        if record.is_document and how.max_length is None:
+            raise UserError(
+                f"{record.file}: plain text is cut into samples of max_length tokens, and it is null; set it"
+            )
         record = with_columns(record, how.columns, how.row_templates)
         if record.file not in layouts:
             layouts[record.file], why = layout_of(record, how.data_format, how.row_templates)
@@ -246,17 +246,3 @@ def _examples(records: Iterable[Record], how: DataSettings, report: Report) -> I
         if not how.row_templates:  # they name the columns to use
             count_names(report.unread, unread(example, layout))
         yield example
-
-
-def _check_document(record: Record, how: DataSettings) -> None:
-    """Refuses settings about columns for a file that has none."""
-    given = {"columns": how.columns, **how.row_templates}
-    if named := [key for key, value in given.items() if value]:
-        raise UserError(
-            f"{record.file}: plain text has no columns, and {' and '.join(named)} is set; if the file is a table, "
-            "rename it to .tsv or .csv"
-        )
-    if how.data_format not in (None, "text"):
-        raise UserError(f"{record.file}: plain text, and data_format={how.data_format}; leave data_format out")
-    if how.max_length is None:
-        raise UserError(f"{record.file}: plain text is cut into samples of max_length tokens, and it is null; set it")

@@ -4,34 +4,34 @@ A sample is shown in runs of tokens that are either context (`read`) or trained,
 its first token in front, so that the output is clear without colour. Tokens are separated by `|`, line breaks are
 written \\n, and ids are below:
 
-    sample 2 of 2 (notes.jsonl, line 2): 11 tokens, 3 trained
+    sample 2 of 2 (notes.jsonl, line 2): 11 tokens, 3 trained, 3 more cut at the end (3 trained)
       read         0  The| soup| was| cold|.|\\n|Stamp|:
       ids             267 1133 264 676 17 202 318 29
       TRAINED      8   red| and| red
       ids             386 297 386
-      cut      3 tokens after these, 3 of them trained:  and| red|<|end|>
 
-Of long runs only the two ends are shown. In a packed row every sample has its own heading. Of a question the prompt is
-shown once, then each candidate, `RIGHT` or `wrong`; a classifier's row has its label.
+Of long runs only the two ends are shown. A packed row, and a question, has a heading of its own, then its samples; of a
+question the right candidate first (`RIGHT` or `wrong` instead of TRAINED). A classifier's row has its label.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from keyhole.data.dataset import Dataset
+from keyhole.data.dataset import Cut, Dataset
 from keyhole.data.tokenizer import Tokenizer, token_texts
 from keyhole.errors import printable
 
 SHOWN, SHOWN_ON_PAGE = 40, 120  # tokens at each end of a long run
 MOST_ON_PAGE = 4
 GREEN, RESET = "\033[32m", "\033[0m"
+CANDIDATES = {"RIGHT": ", the right candidate", "wrong": ", a wrong candidate"}
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of a sample that are all trained, or all context."""
+    """Consecutive tokens of a sample that are all trained, or all context (`read`)."""
 
-    trained: bool
+    word: str
     start: int
     ids: list[int]
 
@@ -50,91 +50,71 @@ def preview(
     """The first n rows, token by token."""
     lines: list[str] = []
     for row in range(min(n, len(dataset))):
-        samples = dataset.rows[row]
+        samples = len(dataset.rows[row])
         if dataset.right is not None:
-            right = samples[dataset.right[row]]
-            runs = {i: _runs(dataset, i) for i in samples}
-            shared = runs[samples[0]]
-            where = f"question {row + 1} of {len(dataset):,} ({printable(dataset.where[samples[0]], 300)})"
-            lines.append(f"{where}: {shared[-1].start} tokens of prompt, {len(samples)} candidates")
-            lines += [line for run in shared if not run.trained for line in _lines(tokenizer, run, "read", False)]
-            for i in sorted(samples, key=lambda i: i != right):
-                lines += _lines(tokenizer, runs[i][-1], "RIGHT" if i == right else "wrong", color and i == right)
-            lines.append("")
-            continue
-        if dataset.packed:
-            size = f"{dataset.row_length(row)} tokens in {len(samples)} samples"
+            lines.append(f"question {row + 1} of {len(dataset):,}: {samples} candidates")
+        elif dataset.packed:
+            size = f"{dataset.row_length(row)} tokens in {samples} samples"
             lines.append(f"row {row + 1} of {len(dataset)}: {size}")
-        for i in samples:
-            where = f"sample {i + 1} of {len(dataset.lengths)} ({printable(dataset.where[i], 300)})"
-            lines.append(f"{where}: {_about(dataset, i, labels)}")
-            for run in _runs(dataset, i):
-                lines += _lines(tokenizer, run, "TRAINED" if run.trained else "read", color and run.trained)
-            cut = dataset.cuts.get(i)
-            if cut is not None and cut.before:
-                lines.append(f"  cut      {cut.before} tokens at the beginning of the prompt")
-            if cut is not None and cut.tokens:
-                shown = _line(tokenizer, cut.first_ids) + "|..." * (cut.tokens > len(cut.first_ids))
-                lines.append(f"  cut      {cut.tokens} tokens after these, {cut.trained} of them trained: {shown}")
-            lines.append("")
+        for i, about, runs in _samples(dataset, row, labels):
+            lines.append(f"sample {i + 1} of {len(dataset.lengths)} ({printable(dataset.where[i], 300)}): {about}")
+            lines += [*(line for run in runs for line in _lines(tokenizer, run, color)), ""]
     return "\n".join(lines)
 
 
 def marked(dataset: Dataset, tokenizer: Tokenizer, rows: int = 3, labels: Sequence[str] = ()) -> list[Marked]:
     """The first rows for a page; of a packed row, or of a question, each sample."""
-    found: list[Marked] = []
+    found = []
     for row in range(min(rows, len(dataset))):
-        for k, i in enumerate(dataset.rows[row][: MOST_ON_PAGE - len(found)]):
-            about = [_about(dataset, i, labels)]
-            if dataset.right is not None:
-                about.append("the right candidate" if dataset.right[row] == k else "a wrong candidate")
-            if cut := dataset.cuts.get(i):
-                about.append(f"{cut.tokens + cut.before:,} tokens cut")
-            runs = [(run.trained, _words_on_page(tokenizer, run.ids)) for run in _runs(dataset, i)]
-            found.append(Marked(dataset.where[i], ", ".join(about), runs))
-    return found
+        for i, about, runs in _samples(dataset, row, labels):
+            told = about + CANDIDATES.get(runs[-1].word, "")
+            words = [(run.word != "read", _words_on_page(tokenizer, run.ids)) for run in runs]
+            found.append(Marked(dataset.where[i], told, words))
+    return found[:MOST_ON_PAGE]
 
 
-def _runs(dataset: Dataset, index: int) -> list[Run]:
-    part = slice(dataset.starts[index], dataset.starts[index + 1])
-    ids, runs, start = dataset.ids[part].tolist(), list[Run](), 0
-    for trained, group in groupby(dataset.trained[part].tolist()):
-        end = start + len(list(group))
-        runs.append(Run(trained, start, ids[start:end]))
-        start = end
-    return runs
+def _samples(dataset: Dataset, row: int, labels: Sequence[str]) -> Iterator[tuple[int, str, list[Run]]]:
+    """The index, a remark and the runs of each sample of a row, the right candidate first."""
+    right = None if dataset.right is None else dataset.rows[row][dataset.right[row]]
+    for i in sorted(dataset.rows[row], key=lambda i: i != right) if right is not None else dataset.rows[row]:
+        part, about = slice(dataset.starts[i], dataset.starts[i + 1]), f"{dataset.lengths[i]:,} tokens"
+        ids, trained, cut = dataset.ids[part].tolist(), dataset.trained[part].tolist(), dataset.cuts.get(i, Cut())
+        if dataset.targets is None:
+            about += f", {sum(trained):,} trained"
+        else:
+            target = dataset.targets[i]
+            is_named = isinstance(target, int) and 0 <= target < len(labels)
+            about += f", label {labels[int(target)] if is_named else f'{target:g}'}"
+        about += f", {cut.before} cut at the beginning of the prompt" if cut.before else ""
+        about += f", {cut.tokens} more cut at the end ({cut.trained} trained)" if cut.tokens else ""
+        word = "TRAINED" if right is None else "RIGHT" if i == right else "wrong"
+        runs: list[Run] = []
+        for is_trained, group in groupby(trained):
+            start = runs[-1].start + len(runs[-1].ids) if runs else 0
+            runs.append(Run(word if is_trained else "read", start, ids[start : start + len(list(group))]))
+        yield i, about, runs
 
 
-def _about(dataset: Dataset, index: int, labels: Sequence[str]) -> str:
-    part = slice(dataset.starts[index], dataset.starts[index + 1])
-    count = f"{dataset.lengths[index]:,} tokens"
-    if dataset.targets is None:
-        return f"{count}, {int(dataset.trained[part].sum()):,} trained"
-    target = dataset.targets[index]
-    named = labels[target] if isinstance(target, int) and 0 <= target < len(labels) else f"{target:g}"
-    return f"{count}, label {named}"
+def _ends(ids: list[int], most: int) -> tuple[list[int], int, list[int]]:
+    """The tokens to show of a run, how many are left out after them, and those at its end."""
+    gap = len(ids) - 2 * most
+    return (ids, 0, []) if gap <= most else (ids[:most], gap, ids[-most:])
 
 
-def _lines(tokenizer: Tokenizer, run: Run, word: str, color: bool) -> Iterator[str]:
-    """A run of tokens, with a word in front that says their kind; of a long one both ends."""
-    gap = len(run.ids) - 2 * SHOWN
-    for begin in (0,) if gap <= SHOWN else (0, SHOWN + gap):
-        if begin:
+def _lines(tokenizer: Tokenizer, run: Run, color: bool) -> Iterator[str]:
+    """A run of tokens, with a word in front that says its kind; of a long one both ends."""
+    first, gap, last = _ends(run.ids, SHOWN)
+    for start, ids in ((0, first), (len(first) + gap, last)):
+        if start and ids:
             yield f"           ... {gap} more ..."
-        ids = run.ids if gap <= SHOWN else run.ids[begin : begin + SHOWN]
-        text = _line(tokenizer, ids)
-        yield f"  {word:8} {run.start + begin:>5}  {f'{GREEN}{text}{RESET}' if color else text}"
-        yield f"  {'ids':8}        {' '.join(map(str, ids))}"
-
-
-def _line(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Each token as text, with white space and control characters written out."""
-    return "|".join(repr(text)[1:-1] for text in token_texts(tokenizer, ids))
+        if ids:
+            text = "|".join(repr(text)[1:-1] for text in token_texts(tokenizer, ids))
+            shown = f"{GREEN}{text}{RESET}" if color and run.word in ("TRAINED", "RIGHT") else text
+            yield f"  {run.word:8} {run.start + start:>5}  {shown}"
+            yield f"  {'ids':8}        {' '.join(map(str, ids))}"
 
 
 def _words_on_page(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    gap = len(ids) - 2 * SHOWN_ON_PAGE
-    if gap <= SHOWN_ON_PAGE:
-        return token_texts(tokenizer, ids)
-    first, last = token_texts(tokenizer, ids[:SHOWN_ON_PAGE]), token_texts(tokenizer, ids[-SHOWN_ON_PAGE:])
-    return [*first, f" … {gap:,} more … ", *last]
+    first, gap, last = _ends(ids, SHOWN_ON_PAGE)
+    more = [f" … {gap:,} more … ", *token_texts(tokenizer, last)] if gap else []
+    return [*token_texts(tokenizer, first), *more]

@@ -170,11 +170,8 @@ def _load(text: str, path: Path, line: int | None) -> Any:
     except _Twice as error:
         raise UserError(f"{where}: the key {error} stands twice in one object") from None
     except json.JSONDecodeError as error:
-        wrong, at = error.doc.split("\n")[error.lineno - 1], error.colno - 1
-        start, end = max(0, at - 40), at + 20
-        shown = f"{'...' if start else ''}{wrong[start:end]}{'...' if end < len(wrong) else ''}"
-        ends = ", where the line ends" if at >= len(wrong) else ""
-        fault = f"{error.msg} at column {error.colno}{ends}: {shown!r}"
+        wrong = error.doc.split("\n")[error.lineno - 1][max(0, error.colno - 41) : error.colno + 19]
+        fault = f"{error.msg} at column {error.colno}, near {wrong!r}"
         raise UserError(f"{path}, line {line or error.lineno}: not valid JSON: {fault}") from error
     except (ValueError, RecursionError) as error:
         what = "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"

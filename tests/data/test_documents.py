@@ -98,9 +98,9 @@ def test_long_rows_of_text_can_be_split_too(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"max_length": None}, "cut into samples of max_length tokens, and it is null"),
-        ({"completion": "{text}"}, "plain text has no columns, and completion is set; .* rename it to .tsv"),
-        ({"columns": {"text": "line"}}, "plain text has no columns, and columns is set"),
-        ({"data_format": "messages"}, "plain text, and data_format=messages; leave data_format out"),
+        ({"completion": "{text}"}, "column prompt is missing for data format prompt_completion; found: text"),
+        ({"columns": {"text": "line"}}, "the data have no column line; found: text"),
+        ({"data_format": "messages"}, "column messages is missing for data format messages; found: text"),
         ({"max_length": 8, "overlong": "error"}, "more than max_length=8; raise max_length, or set overlong"),
     ],
 )

@@ -190,8 +190,8 @@ def test_what_is_no_text_is_refused(text: str, cells: dict[str, Any], says: str)
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"prompt": "{sentence"}, "expected '}'"),
-        ({"prompt": "a } b {x}"}, "Single '}'"),
+        ({"prompt": "{sentence"}, "a single {"),
+        ({"prompt": "a } b {x}"}, "a single }"),
         ({"completion": "label"}, "completion: .* names no column"),
         ({"prompt": "{x}", "data_format": "messages"}, "leave data_format out"),
     ],

@@ -37,7 +37,7 @@ def test_the_report_says_what_was_found(pairs: str) -> None:
     assert dataset.end_token_ids == [tokenizer().eos_token_id]
     lines = r.lines()
     assert lines[0] == f"{pairs}: format prompt_completion (found column prompt, completion)"
-    assert lines[1] == "template: none; text is used as it stands, with eos at the end"
+    assert lines[1] == "template: none; text is used as it stands, with </s> at the end"
     assert lines[2].startswith("8 samples of 8 rows read, 60 tokens (longest sample 11), 44 trained on (73.3%")
     assert len(lines) == 3
 

@@ -38,11 +38,11 @@ def test_what_is_cut_is_shown(tmp_path: Path) -> None:
     tok = tokenizer()
     dataset = prepare(write(tmp_path, {"text": "Z" * 230}), tok, max_length=210)
     text = preview(dataset, tok)
-    assert "cut      21 tokens after these, 21 of them trained: Z|Z|" in text and text.rstrip().endswith("|...")
+    assert "210 tokens, 209 trained, 21 more cut at the end (21 trained)" in text
     assert "... 129 more ..." in text
     dataset = prepare(write(tmp_path, {"prompt": "Q" * 200, "completion": "Z" * 30}), tok, max_length=210)
     text = preview(dataset, tok)
-    assert "cut      21 tokens at the beginning of the prompt" in text and "... 99 more ..." in text
+    assert ", 21 cut at the beginning of the prompt" in text and "... 99 more ..." in text
 
 
 def test_file_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
