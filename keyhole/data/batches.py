@@ -273,7 +273,7 @@ class Loader:
                 "tokenizer, chat_template and the settings of the data, or start anew in another output_dir"
             )
         for key, now in (("seed", self.seed), ("shuffle", self.shuffle), ("stratified", self.stratified)):
-            if (before := state.get(key, False)) != now:
+            if (before := state[key]) != now:
                 raise UserError(f"resume: {key}={now}, but the checkpoint's is {before}; set it back")
         self.position, self._last = (int(state["epoch"]), int(state["offset"])), []
 

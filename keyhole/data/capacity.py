@@ -106,8 +106,8 @@ def check_data(data: Dataset, model: object, config: "PreTrainedConfig", module:
     if has_table(config, module):
         found = f"packed rows have up to {row:,}" if data.packed else f"{data.where[longest]} has {sample:,}"
         raise UserError(
-            f"max_length: {limit or 'null (no limit)'} is more than the {length} positions the model has ({model}), and "
-            f"{found} tokens; set max_length={length} or less, then longer samples are cut, dropped or refused, as "
+            f"max_length: {limit or 'null (no limit)'} is more than the {length} positions the model has ({model}), "
+            f"and {found} tokens; set max_length={length} or less, then longer samples are cut, dropped or refused, as "
             "overlong says"
         )
     if sample <= length:

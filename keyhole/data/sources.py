@@ -19,7 +19,7 @@ says what is odd about the list (`remarks`).
 import glob
 import os
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +28,9 @@ from keyhole.data.examples import example_of, layout_of, with_columns
 from keyhole.data.opened import PLAIN, SUFFIXES, Record, kind_of
 from keyhole.data.readers import nested, read_file
 from keyhole.data.settings import DataSettings
-from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError, listed, printable
-from keyhole.model.structure.source import names_classifier
 
 HUB_ID = re.compile(r"((?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]/]*\])?))?")
-PART = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)")
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
 SAID_BY_NAME = ("readme", "license", "licence", "changelog", "citation", "notice")
 BY_LINE = (".jsonl", ".ndjson", ".csv")  # the first row takes as long in a file of any size
@@ -46,13 +43,9 @@ def check_sources(settings: DataSettings) -> None:
     given = [source for source in (settings.train_data, settings.eval_data) if source]
     files = [name for source in given for name in resolve([source] if isinstance(source, str) else source)]
     _ = settings.template_text
-    for path in () if _classifies(settings.model) else map(Path, files):
-        kind = kind_of(path) if path.is_file() else ""
-        if kind in BY_LINE or (kind in WHOLE and path.stat().st_size <= WHOLE_BYTES):
-            first = next(read_file(path), None)
-            if first is None:
-                raise _no_rows(str(path))
-            record = with_columns(first, settings.columns, settings.row_templates)
+    for path in filter(Path.is_file, map(Path, files)):
+        if kind_of(path) in BY_LINE or (kind_of(path) in WHOLE and path.stat().st_size <= WHOLE_BYTES):
+            record = with_columns(next(read(str(path))), settings.columns, settings.row_templates)
             example_of(record, layout_of(record, settings.data_format, settings.row_templates)[0])
     if settings.task or settings.test_task:
         from keyhole.data.tasks.parse import read_spec
@@ -68,14 +61,6 @@ def check_sources(settings: DataSettings) -> None:
             find_splits(spec, settings.task_data, settings.task_splits)
 
 
-def _classifies(model: str) -> bool:
-    """Whether the model in a directory is a classifier: its labels come from a task, as is said when it is read."""
-    try:
-        return names_classifier(read_json(Path(model) / "config.json", "model"))
-    except UserError:  # a hub id, or a model that will be refused
-        return False
-
-
 def read(source: str | list[str]) -> Iterator[Record]:
     """All rows of all sources, in order. Every source and every file must have at least one row."""
     sources = [source] if isinstance(source, str | Path) else list(source)
@@ -84,15 +69,12 @@ def read(source: str | list[str]) -> Iterator[Record]:
     resolve(sources)  # reports all missing files before anything is read
     for index, name in ((i, name) for i, given in enumerate(sources) for name in resolve([given])):
         records = read_file(Path(name)) if Path(name).is_file() else read_datasets(name)
-        first = next(records, None)
-        if first is None:
-            raise _no_rows(name)
-        yield replace(first, source=index)
-        yield from records if index == 0 else (replace(record, source=index) for record in records)
-
-
-def _no_rows(name: str) -> UserError:
-    return UserError(f"{name}: the file holds no rows; remove it from the data or fill it")
+        empty = True
+        for record in records:
+            empty = False
+            yield replace(record, source=index)
+        if empty:
+            raise UserError(f"{name}: the file holds no rows; remove it from the data or fill it")
 
 
 def resolve(sources: list[str]) -> list[str]:
@@ -178,7 +160,7 @@ def read_datasets(name: str) -> Iterator[Record]:
 
 def remarks(sources: list[str], names: list[str]) -> list[str]:
     """What is odd about these sources, which were resolved to these files: what is not read of a directory, files of
-    several splits in one, parts (`-00002-of-00005`) that are missing, and files that are read twice."""
+    several splits in one, and files that are read twice."""
     found = []
     for folder in (Path(os.path.expanduser(source)) for source in sources):
         if folder.is_dir() and not is_saved(folder):
@@ -191,13 +173,6 @@ def remarks(sources: list[str], names: list[str]) -> list[str]:
             if len(splits := sorted({SPLITS[word] for word in words if word in SPLITS})) > 1:
                 told = "are all read; for one of them write a pattern, such as *train*"
                 found.append(f"{folder}: files of {', '.join(splits)} {told}")
-    parts: dict[tuple[str, str, str], set[int]] = defaultdict(set)
-    for name in names:
-        if match := PART.fullmatch(Path(name).name):
-            parts[str(Path(name).parent / match[1]), match[3], match[4]].add(int(match[2]))
-    for (front, count, end), numbers in parts.items():
-        if len(numbers) < int(count):
-            found.append(f"{front}*-of-{count}{end}: only {len(numbers):,} of {int(count):,} parts are read")
     times = Counter(os.path.realpath(name) if Path(name).is_file() else name for name in names)
     if again := [f"{Path(name).name} ({number} times)" for name, number in times.items() if number > 1]:
         found.append(f"read more than once, so trained on more often: {listed(again)}")

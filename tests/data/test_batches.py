@@ -91,8 +91,7 @@ def test_orders_are_what_they_have_always_been() -> None:
 
 
 def test_other_data_another_seed_or_another_order_is_refused() -> None:
-    """A position in other data means nothing; the error says what to restore. A checkpoint from before the setting was
-    not stratified."""
+    """A position in other data means nothing; the error says what to restore."""
     state = Loader(dataset(5), 2).state_dict()
     with pytest.raises(UserError, match=r"not those of the checkpoint \(5 rows then, 6 now"):
         Loader(dataset(6), 2).load_state_dict(state)
@@ -102,8 +101,6 @@ def test_other_data_another_seed_or_another_order_is_refused() -> None:
         Loader(dataset(5), 2, seed=1).load_state_dict(state)
     data = rows([2] * 4, classes=[0, 1, 0, 1])
     state = Loader(data, 2).state_dict()
-    del state["stratified"]
-    Loader(data, 2).load_state_dict(state)
     with pytest.raises(UserError, match="stratified=True, but the checkpoint's is False"):
         Loader(data, 2, stratified=True).load_state_dict(state)
 
