@@ -50,18 +50,16 @@ LONG, WIDTHS, STEP = 1024, 8, 8
 Batch = dict[str, torch.Tensor]
 
 
-def order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+def order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Row indices of an epoch. The same on every machine and every version of every library."""
-    if not shuffle:
-        return np.arange(count)
     key = _splitmix64(np.uint64(seed % 2**64)) ^ _splitmix64(~np.uint64(epoch))
     order_N: np.ndarray = np.argsort(_splitmix64(_splitmix64(np.arange(count, dtype=np.uint64) ^ key)), kind="stable")
     return order_N
 
 
-def stratified_order(class_N: np.ndarray, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+def stratified_order(class_N: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """Row indices of an epoch in which the rows of each class are spread evenly."""
-    order_N, classes = order(len(class_N), seed, epoch, shuffle), int(class_N.max()) + 1
+    order_N, classes = order(len(class_N), seed, epoch), int(class_N.max()) + 1
     key = _splitmix64(~np.uint64(seed % 2**64)) ^ _splitmix64(np.uint64(epoch))
     offset_C = np.minimum(_splitmix64(np.arange(classes, dtype=np.uint64) ^ key) / 2.0**64, 1 - 2.0**-53)
     ordered_N, place_N = class_N[order_N], np.empty(len(order_N))
@@ -182,7 +180,6 @@ class Loader:
         gradient_accumulation_steps: int = 1,
         *,
         seed: int = 0,
-        shuffle: bool = True,
         padding: Padding = USUAL,
         about: dict[str, Any] | None = None,
         stratified: bool = False,
@@ -190,7 +187,7 @@ class Loader:
         """stratified: each step has the classes of the whole data set. about: further facts about the data that a
         resumed run needs; kept in the state."""
         assert len(dataset) > 0 and batch_size > 0 and gradient_accumulation_steps > 0
-        self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
         self.rows_per_step, self.padding = batch_size * gradient_accumulation_steps, padding
         self.stratified, self._classes = stratified, dataset.row_classes() if stratified else None
         self.fingerprint, self.about = dataset.fingerprint, about or {}
@@ -210,10 +207,9 @@ class Loader:
     def order_of(self, epoch: int) -> np.ndarray:
         """The rows of an epoch, in the order in which they are used."""
         if self._order is None or self._order[0] != epoch:
-            if self._classes is None:
-                self._order = epoch, order(len(self.dataset), self.seed, epoch, self.shuffle)
-            else:
-                self._order = epoch, stratified_order(self._classes, self.seed, epoch, self.shuffle)
+            classes, count = self._classes, len(self.dataset)
+            found = order(count, self.seed, epoch) if classes is None else stratified_order(classes, self.seed, epoch)
+            self._order = epoch, found
         return self._order[1]
 
     def next_step(self) -> list[Mapping[str, torch.Tensor]]:
@@ -260,7 +256,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs; plain JSON."""
         return {
-            "epoch": self.position[0], "offset": self.position[1], "seed": self.seed, "shuffle": self.shuffle,
+            "epoch": self.position[0], "offset": self.position[1], "seed": self.seed,
             "rows": len(self.dataset), "fingerprint": self.fingerprint, "stratified": self.stratified, **self.about,
         }  # fmt: skip
 
@@ -272,7 +268,7 @@ class Loader:
                 f"{len(self.dataset):,} now, or other tokens); restore train_data or task, the "
                 "tokenizer, chat_template and the settings of the data, or start anew in another output_dir"
             )
-        for key, now in (("seed", self.seed), ("shuffle", self.shuffle), ("stratified", self.stratified)):
+        for key, now in (("seed", self.seed), ("stratified", self.stratified)):
             if (before := state[key]) != now:
                 raise UserError(f"resume: {key}={now}, but the checkpoint's is {before}; set it back")
         self.position, self._last = (int(state["epoch"]), int(state["offset"])), []

@@ -42,6 +42,9 @@ from keyhole.model.rows import pack
 LEAST_MIXED, MOST_GROWTH = 2**20, 16  # rows per epoch that weights may make: always, and per sample
 
 
+Fitting = tuple[np.ndarray, np.ndarray, Cut | None]  # a sample that is short enough, and what was cut
+
+
 class Encoded(NamedTuple):
     """One row in tokens. right: of the candidates of a question, the index of the right one. label: rows with the same
     one are spread evenly over an epoch."""
@@ -75,48 +78,47 @@ class Collector:
         self._labels: dict[tuple[int, str | int | None], int] = {}
 
     def add(self, example: Example, tokens: Tokens) -> None:
-        """Adds one example of a file: keeps, cuts, splits or drops it."""
-        r, where, limit, how = self.report, example.record.where, self.how.max_length, self.how.overlong
+        """Adds one example of a file, as one sample or several, unless it teaches nothing or is known."""
+        r, record = self.report, example.record
         self.chats += example.turns is not None
         self.roles |= {turn["role"] for turn in example.turns or ()}
         r.lost.update(tokens.lost)
-        if limit is None or len(tokens.ids_T) <= limit:
-            self._add(example, tokens, None)
-        elif how == "error":
+        for ids_T, trained_T, cut in self._fitting(example, tokens.ids_T, tokens.trained_T):
+            digest = hashlib.blake2b(ids_T.tobytes() + trained_T.tobytes(), digest_size=16).digest()
+            if not trained_T.any():
+                r.dropped_untrained += 1
+            elif self.how.dedup and digest in self.seen:
+                r.duplicates += 1
+            else:
+                self.seen |= {digest} if self.how.dedup else set()
+                self.cuts |= {} if cut is None else {len(self.lengths): cut}
+                self.pieces[record.file] += record.is_document
+                where = f"{record.file}, sample {self.pieces[record.file]}" if record.is_document else record.where
+                self._keep(ids_T, trained_T, where, record.source)
+                self.ends.update([] if tokens.end_id is None else [tokens.end_id])
+
+    def _fitting(self, example: Example, ids_T: np.ndarray, trained_T: np.ndarray) -> list[Fitting]:
+        """The samples of at most max_length tokens that an example becomes."""
+        where, limit, how, count = example.record.where, self.how.max_length, self.how.overlong, len(ids_T)
+        if limit is None or count <= limit:
+            return [(ids_T, trained_T, None)]
+        if how == "error":
             raise UserError(
-                f"{where}: {len(tokens.ids_T):,} tokens, more than max_length={limit}; raise max_length, or set "
-                "overlong to truncate, split or drop"
+                f"{where}: {count:,} tokens, more than max_length={limit}; raise max_length, or set overlong to "
+                "truncate, split or drop"
             )
-        elif how == "drop":
-            r.dropped_overlong += 1
-        elif how == "split" and (example.turns is not None or example.prompt):
+        if how == "split" and (example.turns is not None or example.prompt):
             raise UserError(
                 f"{where}: longer than max_length={limit}, and overlong=split is for plain text; the second part of "
                 "an answer would be without its question: set overlong to truncate, drop or error"
             )
-        elif how == "split" or example.record.is_document:
-            self._split(example, tokens, limit)
-        else:
-            self._add(example, *self._truncated(tokens, limit))
-
-    def _add(self, example: Example, tokens: Tokens, cut: Cut | None) -> None:
-        """Adds a sample of the right length, unless it teaches nothing or is known."""
-        r, record, (ids_T, trained_T) = self.report, example.record, tokens[:2]
-        if not trained_T.any():
-            r.dropped_untrained += 1
-            return
-        if self.how.dedup:
-            digest = hashlib.blake2b(ids_T.tobytes() + trained_T.tobytes(), digest_size=16).digest()
-            if digest in self.seen:
-                r.duplicates += 1
-                return
-            self.seen.add(digest)
-        if cut is not None:
-            self.cuts[len(self.lengths)] = cut
-        self.pieces[record.file] += record.is_document
-        where = f"{record.file}, sample {self.pieces[record.file]}" if record.is_document else record.where
-        self._keep(ids_T, trained_T, where, record.source)
-        self.ends.update([] if tokens.end_id is None else [tokens.end_id])
+        if how == "drop":
+            self.report.dropped_overlong += 1
+            return []
+        head = len(self.bos) if self.bos and ids_T[: len(self.bos)].tolist() == self.bos else 0
+        if how == "split" or example.record.is_document:
+            return self._split(ids_T, trained_T, head, limit)
+        return [self._truncated(ids_T, trained_T, head, limit)]
 
     def _keep(self, ids_T: np.ndarray, trained_T: np.ndarray, where: str, source: int) -> None:
         r = self.report
@@ -146,30 +148,23 @@ class Collector:
         if row.label is not None:
             self.classes += [self._labels.setdefault(row.label, len(self._labels))] * len(row.samples)
 
-    def _bos_in(self, ids_T: np.ndarray) -> int:
-        """How many tokens of a leading bos a sample has."""
-        return len(self.bos) if self.bos and ids_T[: len(self.bos)].tolist() == self.bos else 0
-
-    def _split(self, example: Example, tokens: Tokens, n: int) -> None:
-        """Adds the sample as several of at most n tokens."""
-        head = self._bos_in(tokens.ids_T)
+    def _split(self, ids_T: np.ndarray, trained_T: np.ndarray, head: int, n: int) -> list[Fitting]:
+        """A text as several samples of at most n tokens, each with the bos of `head` tokens that begins the text."""
         if head >= n:
             raise UserError(f"max_length={n}: no more than the {head} tokens that begin a text; raise it")
-        ids_T, trained_T = tokens.ids_T[head:], tokens.trained_T[head:]
         self.report.split += 1
-        for start in range(0, max(1, len(ids_T) - (not head)), n - head if head else n - 1):
-            part = slice(start, start + n - head)
-            own, mask = np.r_[tokens.ids_T[:head], ids_T[part]], np.r_[tokens.trained_T[:head], trained_T[part]]
-            mask[0] = False
-            self._add(example, tokens._replace(ids_T=own, trained_T=mask), None)
+        found: list[Fitting] = []
+        for start in range(head, max(head + 1, len(ids_T) - (not head)), n - head if head else n - 1):
+            part = np.r_[0:head, start : min(len(ids_T), start + n - head)]
+            found.append((ids_T[part], trained_T[part], None))
+            found[-1][1][0] = False
+        return found
 
-    def _truncated(self, tokens: Tokens, n: int) -> tuple[Tokens, Cut]:
-        """At most n tokens, with as much of the first answer as possible."""
-        ids_T, trained_T = tokens[:2]
+    def _truncated(self, ids_T: np.ndarray, trained_T: np.ndarray, head: int, n: int) -> Fitting:
+        """At most n tokens, with as much of the first answer as possible. head: tokens of the bos that stays."""
         first = int(trained_T.argmax()) if trained_T.any() else 0
         stops = np.flatnonzero(~trained_T[first:])
         end = first + int(stops[0]) if len(stops) else len(ids_T)
-        head = self._bos_in(ids_T)
         prompt, before = first - head, 0
         if end > n and prompt > 0 and trained_T.any():
             before = prompt - max(min(prompt, n // 2), min(prompt, n - head - (end - first)))
@@ -178,7 +173,7 @@ class Collector:
         cut = Cut(len(ids_T[n:]), int(trained_T[n:].sum()), before)
         self.report.truncated += 1
         self.report.cut_trained_tokens += cut.trained
-        return tokens._replace(ids_T=ids_T[:n], trained_T=trained_T[:n]), cut
+        return ids_T[:n], trained_T[:n], cut
 
     def dataset(self, pad_token_id: int, chat_template: str | None = None) -> Dataset:
         """The samples, one per row; an error if there are none."""
@@ -224,7 +219,9 @@ def arrange(data: Dataset, how: DataSettings, sources: int) -> Dataset:
         kind = "tasks" if how.task else "sources"
         raise UserError(f"train_weights: {len(weights)} numbers for {sources} {kind}; give one for each")
     if weights is not None:
-        data.choose(_mixed(data, weights, how.seed))
+        mixed = _mixed(data, weights, how.seed)
+        data.right = None if data.right is None else [data.right[i] for i in mixed]
+        data.rows = [data.rows[i] for i in mixed]
     if how.packing:
         assert how.max_length is not None  # DataSettings refuses packing without it
         members = [row[0] for row in data.rows]

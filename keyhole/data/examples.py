@@ -114,14 +114,12 @@ def no_text(value: object) -> str:
 
 def with_columns(record: Record, columns: dict[str, str] | None, templates: Mapping[str, RowTemplate]) -> Record:
     """The row with the columns that the settings rename, and then those that they make."""
-    if columns:
-        if missing := [theirs for theirs in columns.values() if theirs not in record.row]:
-            found = listed(record.row) or "none"
-            raise UserError(f"{record.where}: columns: the data have no column {listed(missing)}; found: {found}")
-        left = {name: value for name, value in record.row.items() if name not in columns.values()}
-        record = replace(record, row=left | {ours: record.row[theirs] for ours, theirs in columns.items()})
-    if not templates:
-        return record
+    renamed = columns or {}
+    if missing := [theirs for theirs in renamed.values() if theirs not in record.row]:
+        found = listed(record.row) or "none"
+        raise UserError(f"{record.where}: columns: the data have no column {listed(missing)}; found: {found}")
+    row = {name: value for name, value in record.row.items() if name not in renamed.values()}
+    record = replace(record, row=row | {ours: record.row[theirs] for ours, theirs in renamed.items()})
     return replace(record, row=record.row | {key: template.fill(record) for key, template in templates.items()})
 
 

@@ -71,16 +71,15 @@ def kept(
 ) -> tuple[Made, Path | None]:
     """What `make` makes of these files, and the entry that it was read from; made, and written, if there is none.
     asked: the setting. key: all that it depends on besides the files, as JSON. pack, unpack: its parts."""
-    directory = None if asked is None else cache_directory(kind) if str(asked) == AUTO else Path(asked)
-    if directory is None or not all(Path(name).is_file() for name in names):
-        return make(), None
-    if str(asked) == AUTO and sum(map(os.path.getsize, names)) < LEAST_BYTES:
+    automatic = str(asked) == AUTO
+    directory = None if asked is None else cache_directory(kind) if automatic else Path(asked)
+    small = not all(map(os.path.isfile, names)) or (automatic and sum(map(os.path.getsize, names)) < LEAST_BYTES)
+    if directory is None or small:
         return make(), None
     before = versions(names)
-    digest = hashlib.blake2b(json.dumps([FORMAT, kind, key, names], sort_keys=True).encode(), digest_size=16)
-    digest.update(digest_of_code(Path(__file__).parent))
-    digest.update(digest_of_files(names))
-    path = directory / f"{digest.hexdigest()}{SUFFIX}"
+    content = [digest_of_code(Path(__file__).parent).hex(), digest_of_files(names).hex()]
+    known = json.dumps([FORMAT, kind, key, names, content], sort_keys=True).encode()
+    path = directory / f"{hashlib.blake2b(known, digest_size=16).hexdigest()}{SUFFIX}"
     try:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             with suppress(OSError):
@@ -98,10 +97,10 @@ def kept(
         directory.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             np.savez(file, allow_pickle=False, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
-        if str(asked) == AUTO:
+        if automatic:
             trim(directory, SUFFIX)
     except OSError as error:
-        if str(asked) != AUTO:
+        if not automatic:
             raise UserError(f"data_cache: cannot write to {directory}: {error.strerror or error}") from None
     return made, None
 
