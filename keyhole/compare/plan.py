@@ -31,13 +31,12 @@ import yaml
 
 from keyhole.compare.file import Comparison, Entries, text_entries
 from keyhole.config import TrainConfig, to_dict
-from keyhole.data.settings import data_settings
 from keyhole.config.faults import Finding, refuse
 from keyhole.config.fields import sections, settings
 from keyhole.config.loader import LocatedNode, build_config
 from keyhole.config.types import is_null
 from keyhole.data.run import Data, load_data
-from keyhole.data.settings import DataSettings
+from keyhole.data.settings import DataSettings, data_settings
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS
