@@ -219,9 +219,7 @@ def arrange(data: Dataset, how: DataSettings, sources: int) -> Dataset:
         kind = "tasks" if how.task else "sources"
         raise UserError(f"train_weights: {len(weights)} numbers for {sources} {kind}; give one for each")
     if weights is not None:
-        mixed = _mixed(data, weights, how.seed)
-        data.right = None if data.right is None else [data.right[i] for i in mixed]
-        data.rows = [data.rows[i] for i in mixed]
+        data.choose(_mixed(data, weights, how.seed))
     if how.packing:
         assert how.max_length is not None  # DataSettings refuses packing without it
         members = [row[0] for row in data.rows]

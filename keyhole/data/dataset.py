@@ -139,6 +139,11 @@ class Dataset(Sequence[Sample]):
         found = np.array([self.classes[row[0]] for row in self.rows], dtype=np.int64)
         return found if len(np.unique(found)) > 1 else None
 
+    def choose(self, rows: list[int]) -> None:
+        """Keeps these rows, in this order; a row may occur several times."""
+        self.right = None if self.right is None else [self.right[i] for i in rows]
+        self.rows = [self.rows[i] for i in rows]
+
     @property
     def fingerprint(self) -> str:
         """32 hex digits that change with any token, type, mask, boundary, row, label or right answer, and packing: a
