@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from keyhole.errors import UserError
-
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 STEPS = 3
 PURGING = {"MIMALLOC_PURGE_DELAY": "0"}
@@ -50,47 +48,21 @@ def resident_bytes(key: str) -> int:
 def measured_beside(names: list[str], device: str | None) -> Iterator[Callable[[], Peaks]]:
     """Starts the process; the yielded function waits for the result, which is empty if there is none, for instance
     because the process was killed. The process is ended in any case."""
-    command = [sys.executable, "-m", "keyhole.demo.peak_memory", device or "", *names]
+    code = f"import json; from keyhole.demo.run import measure; print(json.dumps(measure({names!r}, {device!r})))"
     none, env = subprocess.DEVNULL, os.environ | PURGING
-    process = subprocess.Popen(command, stdin=none, stdout=subprocess.PIPE, stderr=none, text=True, env=env)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=none, stdout=subprocess.PIPE, stderr=none, text=True, env=env
+    )
 
     def result() -> Peaks:
-        with suppress(IndexError, ValueError):
+        try:
             found = json.loads(process.communicate()[0].splitlines()[-1])
             return {name: (host, gpu) for name, (host, gpu) in found.items()}
-        return {}
+        except (IndexError, ValueError):
+            return {}
 
     try:
         yield result
     finally:
         process.kill()
         process.wait()
-
-
-def measure(names: list[str], device: str | None) -> Peaks:
-    """Peaks of the methods that can run here, one after the other in this process."""
-    import torch
-
-    from keyhole.demo.train import settings_of, start, train
-
-    torch.set_num_threads(1)
-    peaks: Peaks = {}
-    for name in [name for name in names for _ in range(2)]:
-        begin_bytes = begin_peak()
-        try:
-            model, method = start(name, settings_of(name), 0, device)
-            on_gpu = model.device.type == "cuda"
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(model.device)
-            train(model, method, settings_of(name, STEPS), 0)
-            peak_bytes = max(0, resident_bytes("VmHWM") - begin_bytes)
-            peaks[name] = (peak_bytes, torch.cuda.max_memory_allocated(model.device) if on_gpu else 0)
-            model.close()
-            del model, method
-        except UserError:
-            continue  # the demo reports why
-    return peaks
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[2:], sys.argv[1] or None)))

@@ -7,17 +7,64 @@ commands). It follows the reader's light or dark theme.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 from keyhole import assets
-from keyhole.demo.train import Result, Squeezed
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.pages.chart import chart, noisy
 from keyhole.pages.frame import COLOURS, bar, charts, header, machine_text, page, section, table, td, th, tr
 
 COLUMNS = ("method", "steps", "accuracy", "held-out loss", "seconds", "host memory", "GPU memory", "moved")
 EXAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Demo:
+    """How a method trains here (methods.yaml)."""
+
+    steps: int = 100
+    lr: float = 1e-3
+    batch_size: int = 16
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """The result of one method. `skipped` says why it could not run; the numbers are then meaningless."""
+
+    method: str
+    settings: Demo
+    skipped: str = ""
+    accuracy_before: float = 0.0
+    accuracy_after: float = 0.0
+    loss_before: float = 0.0
+    loss_after: float = 0.0
+    host_bytes: int = 0
+    gpu_bytes: int = 0
+    moved_bytes: int = 0
+    losses: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.times_s[-1] if self.times_s else 0.0
+
+
+@dataclass
+class Squeezed:
+    """The result of one method. skipped: why it could not run."""
+
+    method: str
+    skipped: str = ""
+    weights_bytes: int = 0
+    budget_bytes: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    losses: list[float] = field(default_factory=list)
+    same_losses: bool = False
+    same_weights: bool = False
 
 
 def size(count: int) -> str:
@@ -62,12 +109,8 @@ def make_report(
             f"right stamp for {best.accuracy_before:.0%} of the held-out notes, a coin's 50%; afterwards for up to "
             f"{best.accuracy_after:.0%} ({escape(best.method)})."
         )
-    steps = [noisy(r.method, i, [n + 1.0 for n in range(len(r.losses))], r.losses) for i, r in done]
-    seconds = [noisy(r.method, i, r.times_s, r.losses) for i, r in done]
-    drawn = [
-        chart(lines, f"loss by {along}", along, "training loss")
-        for lines, along in ((steps, "step"), (seconds, "seconds"))
-    ]
+    by_step = [noisy(r.method, i, [n + 1.0 for n in range(len(r.losses))], r.losses) for i, r in done]
+    by_second = [noisy(r.method, i, r.times_s, r.losses) for i, r in done]
     rows = []
     for name, used in ((result.method, result.settings) for result in results):
         options = ", ".join(f"{key}={value}" for key, value in used.options.items()) or "-"
@@ -78,7 +121,12 @@ def make_report(
         _budget(squeezed),
         section(
             "Loss curves",
-            charts(drawn),
+            charts(
+                [
+                    chart(by_step, "loss by step", "step", "training loss"),
+                    chart(by_second, "loss by seconds", "seconds", "training loss"),
+                ]
+            ),
             "Faint: each step as measured. Strong: running mean. A step costs differently by method, so one chart "
             "compares what a step teaches and the other what a second does. The training loss is the mean over the "
             "stamp and the end mark after it, so it starts elsewhere than the held-out loss.",
@@ -105,11 +153,9 @@ def _table(results: list[Result]) -> str:
 
 def squeezed_line(found: Squeezed) -> str:
     """`lomo in 4.9 MiB, a model of 9.7 MiB: losses and weights are the same bits; 48.0 MiB crossed up, 27.4 down`."""
-    sizes = f"{found.method} in {size(found.budget_bytes)}, a model of {size(found.weights_bytes)}"
-    if found.skipped:
-        return f"{sizes}: skipped: {found.skipped}"
-    crossed = f"{size(found.up_bytes)} crossed the link up, {size(found.down_bytes)} down"
-    return f"{sizes}: {verdict(found)}; {crossed} in {len(found.losses)} steps"
+    crossed = f"{size(found.up_bytes)} crossed the link up, {size(found.down_bytes)} down in {len(found.losses)} steps"
+    said = f"skipped: {found.skipped}" if found.skipped else f"{verdict(found)}; {crossed}"
+    return f"{found.method} in {size(found.budget_bytes)}, a model of {size(found.weights_bytes)}: {said}"
 
 
 def verdict(found: Squeezed) -> str:

@@ -1,7 +1,6 @@
 """The page: every method is in it, and nothing outside is needed to show it."""
 
-from keyhole.demo.report import COLOURS, cells, make_report, size
-from keyhole.demo.train import Demo, Result
+from keyhole.demo.report import COLOURS, Demo, Result, cells, make_report, size
 from tests.pages.made import Reader
 
 ENVIRONMENT = {

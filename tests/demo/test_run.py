@@ -11,8 +11,8 @@ import torch
 
 from keyhole import assets
 from keyhole.demo.peak_memory import Peaks
+from keyhole.demo.report import Squeezed
 from keyhole.demo.run import run_demo
-from keyhole.demo.train import Squeezed
 from keyhole.errors import UserError
 from keyhole.eval.evaluate import read_task
 from keyhole.methods import METHODS
@@ -34,7 +34,7 @@ def no_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_deeper_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run in a budget has tests of its own (test_budget.py)."""
     found = {"weights_bytes": 2**20, "budget_bytes": 2**19, "losses": [1.0], "same_losses": True, "same_weights": True}
-    monkeypatch.setattr("keyhole.demo.train.squeeze", lambda name, *how: Squeezed(name, **found))
+    monkeypatch.setattr("keyhole.demo.run.squeeze", lambda name, *how: Squeezed(name, **found))
 
 
 @pytest.fixture

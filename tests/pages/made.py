@@ -9,9 +9,8 @@ from keyhole.compare import page as compare_page
 from keyhole.compare.file import Comparison
 from keyhole.compare.result import Result
 from keyhole.compare.table import Cell, zero_shot_cell
-from keyhole.demo.report import make_report
-from keyhole.demo.train import Demo, Squeezed
-from keyhole.demo.train import Result as DemoResult
+from keyhole.demo.report import Demo, Squeezed, make_report
+from keyhole.demo.report import Result as DemoResult
 from keyhole.methods import METHODS
 from keyhole.report import compared
 from keyhole.report import page as run_page
@@ -133,9 +132,7 @@ def demo() -> str:
         one.losses = [0.05 + 1.2 / (1 + k) for k in range(60)]
         one.times_s = [0.1 * (i + 1) * (k + 1) for k in range(60)]
         made.append(one)
-    shown = [
-        Squeezed(name, "", 10**7, 5 * 10**6, 0, 0, 10**8, 10**7, [1.0], [2.0], True, True) for name in ("zo", "lomo")
-    ]
+    shown = [Squeezed(name, "", 10**7, 5 * 10**6, 10**8, 10**7, [2.0], True, True) for name in ("zo", "lomo")]
     return make_report(made, 0, ENVIRONMENT, [*shown, Squeezed("lsp", "too small " * 60)])
 
 
