@@ -223,8 +223,7 @@ class RecordedBlocks(Recorder):
                 self._static(visit)
             self.copy_in(("gradient", turn), grads)
             of_inputs, of_parameters = one.replay()
-            fresh = [None if grad is None else grad.detach() for grad in of_parameters]  # a replay tells no version
-            found = copied(of_inputs), self.copy_in(("parameter gradient", turn, block), fresh)
+            found = copied(of_inputs), of_parameters
             sink.received |= {tensor.name: (tensor, gradients.stored[id(tensor.param)]) for tensor in one.offers}
         for param, grad in zip(own, found[1], strict=True):
             if grad is not None:
@@ -257,11 +256,16 @@ class RecordedBlocks(Recorder):
         if sum(g.numel() for g in tensors_of(expected[1])) <= MOST_PARAMETERS:
             inputs = [] if kept else self._static(visit)
             of_outputs = self.copy_in(("gradient", visit.index), grads)
+            of_parameters = self.copy_in(("parameter gradient", visit.index, visit.block), expected[1])
 
             def run() -> tuple[Gradients, Values]:
                 sink.received = dict(received)
                 made = kept[0] if kept else visit.graph(inputs, run_again)[0]
-                return made.backward(of_outputs, own, keep=bool(kept))
+                of_inputs, found = made.backward(of_outputs, own, keep=bool(kept))
+                for place, grad in zip(of_parameters, found, strict=True):
+                    if grad is not None:
+                        place.copy_(grad)
+                return of_inputs, of_parameters
 
             self._rehearse(run)
             for flat, old in zip(memory, before, strict=True):

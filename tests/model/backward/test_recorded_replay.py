@@ -43,7 +43,8 @@ class Graph(Recording):
             mine.data.copy_(new)  # the same tensors in every replay, whose versions stay
         if mark is not None:
             sink.received = mark
-        recorded.left = [] if self.kept else [tensor.data for tensor in tensors_of(self.result)]
+        shared = [one.data for one in tensors_of(self.result) if one.data_ptr() not in recorded.fixed]
+        recorded.left = [] if self.kept else shared
         recorded.replays += 1
         return self.result
 
