@@ -85,8 +85,8 @@ def plan_of(name: str) -> Row:
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "config.json").write_text(json.dumps(config_of(config.model)))
         machine = MACHINES[for_cards()[name]]
-        found = ask(check_plan(str(recipes()[name]), [f"model={place}"], machine=machine))
-    table = rows(replace(found.question, methods=(config.method,)))
+        question, _ = ask(check_plan(str(recipes()[name]), [f"model={place}"], machine=machine))
+    table = rows(replace(question, methods=(config.method,)))
     wanted = (config.method, config.placement, config.wire)
     same = [row for row in table if (row.method, row.placement, row.wire) == wanted]
     resident = [row for row in table if (row.method, row.placement, row.wire) == (wanted[0], "resident", wanted[2])]

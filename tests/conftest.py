@@ -11,7 +11,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,35 +146,6 @@ def waits_for_the_disk(
     if any(part in str(request.path) for part in OF_THE_DISK):
         for name, real in FLUSHES.items():
             monkeypatch.setattr(os, name, real)
-
-
-STAND_INS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "keyhole.training.reports.plot_loss": ("picture", lambda metrics, picture, *about: picture.write_bytes(b"") == 0),
-}
-
-
-def stand_in(patch: pytest.MonkeyPatch, marks: Container[str], real: dict[str, Callable[..., Any]]) -> None:
-    """Puts stand-ins into modules that are imported, but where a mark asks for the function itself."""
-    for name, (mark, other) in STAND_INS.items():
-        module, _, attribute = name.rpartition(".")
-        if module in sys.modules:
-            real.setdefault(name, getattr(sys.modules[module], attribute))
-            patch.setattr(name, real[name] if mark in marks else other)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def real_functions() -> Iterator[dict[str, Callable[..., Any]]]:
-    """What stand-ins stand for; they do in fixtures of whole modules too."""
-    real: dict[str, Callable[..., Any]] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        stand_in(patch, (), real)
-        yield real
-
-
-@pytest.fixture(autouse=True)
-def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, real_functions: dict[str, Any]) -> None:
-    """A run's curve is an empty file, but in tests with the mark `picture`: it costs more than a short run."""
-    stand_in(monkeypatch, request.keywords, real_functions)
 
 
 @pytest.fixture(autouse=True)

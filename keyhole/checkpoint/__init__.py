@@ -9,5 +9,5 @@
 
 A checkpoint is an ordinary Hugging Face model directory with optimizer.safetensors, the method's tensors (if it has
 any), and keyhole_state.json. It is written under a temporary name, flushed, and renamed. keyhole/disk has durable
-writes, checksums and safetensors files; training/resume.py decides which settings may change on resume.
+writes, checksums and safetensors files; training/start.py decides which settings may change on resume.
 """

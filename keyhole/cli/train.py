@@ -27,8 +27,8 @@ from keyhole.methods import METHODS
 from keyhole.ranks.join import joined
 
 if TYPE_CHECKING:
-    from keyhole.plan.table import Row
-    from keyhole.training.planning import Found
+    from keyhole.plan.table import Question, Row
+    from keyhole.training.plan_request import PlanRequest
 
 LAST = "last"
 STAND_INS = {"method": next(iter(METHODS)), "output_dir": "not-written", "max_steps": 1}  # samples need none of them
@@ -133,13 +133,13 @@ def plan(
         from keyhole.plan.table import rows
         from keyhole.training.planning import ask
 
-    found = ask(request, note)
-    table = rows(found.question)
+    question, said = ask(request, note)
+    table = rows(question)
     chosen = recommended(table)
     if as_json:
         lines = [json_text([row.to_dict() | {"recommended": row is chosen} for row in table], indent=1)]
     else:
-        lines = [*found.lines, *_table(table, chosen), *_end(found, table, chosen)]
+        lines = [*said, *_table(table, chosen), *_end(request, question, table, chosen)]
     typer.echo("\n".join(lines))
 
 
@@ -163,17 +163,17 @@ def _table(table: "list[Row]", chosen: "Row | None") -> list[str]:
     return aligned([HEAD, *cells], left=TEXTS)
 
 
-def _end(found: "Found", table: "list[Row]", chosen: "Row | None") -> list[str]:
+def _end(request: "PlanRequest", question: "Question", table: "list[Row]", chosen: "Row | None") -> list[str]:
     """The choice; and if the row that the config asks for, or every row, does not fit: what would."""
     from keyhole.plan.advice import cheapest_changes, reason, settings_of
 
-    question, row = found.question, None
+    config, row = request.config, None
     lines = [f"hours: to learn what {question.steps:,.0f} steps of AdamW learn (docs/plan.md)"]
     if chosen is not None:
         lines.append(f"take: {settings_of(chosen, question)}: {reason(chosen, table, question)}")
-    wanted = (found.method, found.placement, found.wire)
+    wanted = (config.method, config.placement, config.wire)
     asked = next((each for each in table if (each.method, each.placement, each.wire) == wanted), None)
-    if asked is not None and not asked.fits:
+    if request.names_method and asked is not None and not asked.fits:
         row = asked
         lines.append(f"method={row.method} placement={row.placement} does not fit; what would, cheapest first:")
     elif chosen is None:

@@ -1,7 +1,7 @@
 """Executes a comparison: one run after the other in this process; the tables are rewritten after each.
 
     output_dir/comparison.json    what is compared: marks the directory as written by keyhole (directory.py)
-    output_dir/runs/<id>/         a run of `keyhole train`: run/metrics.jsonl, log.txt, config.yaml, loss.png
+    output_dir/runs/<id>/         a run of `keyhole train`: run/metrics.jsonl, log.txt, config.yaml
     output_dir/results/<id>.json  its numbers, once it has ended (result.py)
     output_dir/table.json, table.md, report.html
 

@@ -40,7 +40,7 @@ from keyhole.data.settings import DataSettings, data_settings
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS
-from keyhole.training.resume import model_hash
+from keyhole.training.start import model_hash
 
 BEST = "load_best_model_at_end"
 DEFAULTS = {"save_model": "false", BEST: "true", "logging_steps": "10"}

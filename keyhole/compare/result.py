@@ -118,11 +118,7 @@ def finite_tests(found: Entry) -> dict[str, float]:
 def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str, last: int | None) -> int | None:
     if not evaluations or not trial.config.load_best_model_at_end:
         return int(evaluations[-1]["step"]) if evaluations else last
-    selection = Selection(trial.config, metric)
-    for entry in evaluations:
-        if value_of(entry, metric) is not None:
-            selection.note(entry["step"], entry)
-    return next(iter(selection.best_steps()), evaluations[-1]["step"])
+    return next(iter(Selection(trial.config, metric, evaluations).best_steps()), evaluations[-1]["step"])
 
 
 def path_of(root: Path, run: str) -> Path:

@@ -187,7 +187,7 @@ class RunConfig:
     early_stopping_patience: Count | None = setting(None,
         "End the run after this many evaluations in a row without a new best; null = never.")
     max_minutes: Annotated[float, Limit(0, 1e7, above=True)] | None = setting(None,
-        "End the run after this many minutes, evaluations and saves included (resumed runs add up); null = never.")
+        "End the run after this many minutes, with evaluations and saves (resumed: plus earlier steps); null = never.")
     save_model: bool = setting(True,
         "Save the trained model; false = save only metrics, and test each new best at once, as comparisons do.")
     save_steps: Count | None = setting(None, "Steps between checkpoints; null = only at the end.")

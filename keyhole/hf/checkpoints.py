@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import SCHEDULER_NAME
 
 from keyhole import __version__
 from keyhole.checkpoint import select
 from keyhole.checkpoint.state import STATE, TENSORS, Damaged, State, check_sizes, read_state, verify
 from keyhole.checkpoint.writer import method_state, split_state, write_state
 from keyhole.disk.tensors import write_tensors
-from keyhole.disk.weight_files import stored_tensors
 from keyhole.errors import UserError
 from keyhole.hf.arguments import Wanted
 from keyhole.machine.probe import versions
@@ -43,6 +42,7 @@ from keyhole.methods.settings import MethodSettings
 from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import save_model
+from keyhole.plan.dtype import NAMES
 
 METHOD, RATE, SETTINGS, TRAINED = "method", "learning_rate", "settings", "trained"
 LAST = ("rng_state.pth", "trainer_state.json")  # what the Trainer writes last
@@ -99,20 +99,6 @@ def newest_complete(root: Path) -> Path | None:
     return None
 
 
-def damage_of_best(directory: Path, with_state: bool) -> str | None:
-    """What is wrong with the best checkpoint; None if its weights can be loaded. with_state: the method's state, too.
-    One without checksums (save_only_model) is checked by the headers of its files."""
-    unused = () if with_state else (TENSORS, SCHEDULER_NAME, TRAINING_ARGS_NAME)
-    try:
-        if (directory / STATE).exists():
-            verify(directory, but=unused)
-        else:
-            stored_tensors(directory)
-    except (Damaged, UserError) as fault:
-        return str(fault)
-    return None
-
-
 def verified(directory: Path, asked: Wanted, trained: list[str]) -> State:
     """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method or settings, or
     of a run that trained other parameters."""
@@ -161,11 +147,9 @@ def _check_last(directory: Path) -> None:
         if not (directory / name).is_file():
             raise Damaged(f"{name} is missing")
     try:
-        is_table = isinstance(json.loads((directory / name).read_text(encoding="utf-8")), dict)
+        json.loads((directory / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{name} cannot be read: {error}") from None
-    if not is_table:
-        raise Damaged(f"{name} is no table")
 
 
 def load_method(directory: Path, state: State, method: Method) -> None:
@@ -180,11 +164,7 @@ def load_rate(directory: Path, state: State, method: Method, scheduler: Schedule
     """Loads the scheduler, and the rate of the next step: the scheduler's, or what a callback had set. Warns that the
     schedule goes on from the checkpoint's rate, as the Trainer's does, if the arguments have another. (The shape of the
     schedule is that of the arguments.)"""
-    try:
-        scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
-    except FileNotFoundError:
-        lacks = f"{directory} has no {SCHEDULER_NAME}"
-        raise UserError(f"resume_from_checkpoint: {lacks}; go on from an older one") from None
+    scheduler.load_state_dict(torch.load(directory / SCHEDULER_NAME, weights_only=True))
     for group in method.param_groups:
         group["lr"] = state.config[RATE]
     kept = {rate for rate in vars(scheduler).get("base_lrs", ()) if rate != asked}
@@ -212,11 +192,8 @@ def load_weights(directory: Path, model: Model) -> None:
 
 def state_method(card: Path, asked: Wanted, model: Model) -> None:
     """Replaces the line about the optimizer, if the card has one."""
-    if not card.is_file():
-        return
     settings = f", settings {json.dumps(asked.settings)}" if asked.settings else ""
-    dtype = str(model.dtype).removeprefix("torch.")
     where = "streamed from host memory" if model.engine.streamed else "resident"
-    line = f"- method: {asked.method} (keyhole {__version__}; {dtype}, {where}){settings}"
+    line = f"- method: {asked.method} (keyhole {__version__}; {NAMES[model.dtype]}, {where}){settings}"
     text = card.read_text(encoding="utf-8")
     card.write_text(OPTIMIZER.sub(lambda found: line, text), encoding="utf-8")

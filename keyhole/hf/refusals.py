@@ -7,7 +7,6 @@ that does not start.
 
 import warnings
 from dataclasses import fields
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,9 @@ from transformers.training_args import OptimizerNames
 
 from keyhole import assets
 from keyhole.errors import UserError
-from keyhole.loading import load
-from keyhole.methods.base import Method
 from keyhole.methods.settings import AdamSettings, Around, MethodSettings
 from keyhole.methods.traits import Traits
 
-MASTER = "/master"  # the end of a name in a method's state: the fp32 copy of a weight
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 OFF: dict[str, str] = {  # arguments that must be off, and why
     "fp16": "keyhole scales no loss by a GradScaler; load the model with dtype float16 for a method that can (lomo), "
@@ -74,30 +70,6 @@ def check_class(cls: type, mixin: type) -> None:
             raise UserError(f"{owner.__name__}.{name} would never be called: {instead}")
 
 
-def check_names(cls: type, mixin: type, args: TrainingArguments, options: dict[str, object]) -> None:
-    """UserError for an argument that the Trainer behind the mixin does not take. One that takes any may have a use for
-    it: then its own TypeError is translated (`misplaced`)."""
-    bases = cls.__mro__[cls.__mro__.index(mixin) + 1 : -1]
-    behind = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
-    taken = [one for init in behind for one in signature(init).parameters.values()]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in taken) or any(hasattr(i, "__wrapped__") for i in behind)
-    unknown = sorted(options.keys() - {one.name for one in taken})
-    if unknown and not takes_any:
-        raise misplaced(cls, args, unknown[0])
-
-
-def misplaced(cls: type, args: TrainingArguments, name: str) -> UserError:
-    """The error about an argument that a Trainer does not take, which says where it belongs."""
-    if hasattr(args, name):
-        return UserError(f"{name}: it is one of the arguments: KeyholeArguments(.., {name}=..)")
-    if name in signature(load).parameters:
-        return UserError(
-            f"{name}: give it to keyhole.load, and what that returns to the trainer, with method and args: "
-            f"{cls.__name__}(keyhole.load(path, {name}=..), args, ..)"
-        )
-    return UserError(f"{name}: {cls.__name__} has no such argument")
-
-
 def check(args: TrainingArguments, row: Traits, own: MethodSettings, options: dict[str, Any], **placed: Any) -> None:
     """UserError with all unsupported arguments. placed: wire and placement, as asked for."""
     said, default = vars(args), {each.name: each.default for each in fields(TrainingArguments)}
@@ -110,6 +82,8 @@ def check(args: TrainingArguments, row: Traits, own: MethodSettings, options: di
         (args.world_size > 1, "world_size", f"{args.world_size} processes were started; keyhole.hf trains in one"),
         (optim != OptimizerNames(default["optim"]).value, "optim",
          f"{optim} is not used: the method is {row.name}; leave optim out"),
+        (args.save_only_model and args.load_best_model_at_end, "save_only_model",
+         "load_best_model_at_end loads the method's state of that step too; set one of them to False"),
         (args.max_grad_norm is None, "max_grad_norm", "None is not possible in the Trainer; set 0 for no clipping"),
         ((args.max_grad_norm or 0) > 0 and row.sweep == "forward", "max_grad_norm",
          f"{row.name} has no gradient to clip; set max_grad_norm=0 (and clip in its settings)"),
@@ -147,22 +121,6 @@ def check_loaded(args: TrainingArguments, given: dict[str, object]) -> None:
     late += [key for key, value in said.items() if value not in (None, "resident")]
     if late:
         raise UserError(f"{', '.join(dict.fromkeys(late))}: the model is loaded already; give them to keyhole.load")
-
-
-def learns_beside(method: Method) -> bool:
-    """Whether the next step depends on more than the model's weights and moments: on adapters, factors, or the method's
-    own copy of the weights, which it rounds to the model's."""
-    beside = method.addon is not None or method.model.methods.low_rank is not None
-    return beside or any(name.endswith(MASTER) for name in method.state_dict())
-
-
-def check_best(args: TrainingArguments, method: Method) -> None:
-    """The best checkpoint cannot be loaded again if what was learned beside the weights is not in it."""
-    if args.save_only_model and args.load_best_model_at_end and learns_beside(method):
-        raise UserError(
-            f"save_only_model: load_best_model_at_end needs the state of {method.name}, which has learned beside the "
-            "weights; set save_only_model=False, or load_best_model_at_end=False"
-        )
 
 
 def check_bf16(args: TrainingArguments, dtype: str) -> None:

@@ -23,7 +23,6 @@ Steps equal those of `keyhole train` on the same batches, to the bit (tests/hf/t
 any other Trainer, as the first base: `class MyTrainer(KeyholeMixin, SFTTrainer): ...`.
 """
 
-import os
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -43,7 +42,6 @@ from keyhole.hf.arguments import KeyholeArguments, load_model, make_method, want
 from keyhole.methods.base import Method
 from keyhole.model.classification import MULTI_LABEL, REGRESSION, problem_of
 from keyhole.model.model import Model
-from keyhole.model.rows import IGNORED
 from keyhole.plan.dtype import NAMES
 
 if TYPE_CHECKING:
@@ -72,7 +70,6 @@ class KeyholeMixin(Base):
         if isinstance(model, Model):
             refusals.check_loaded(args, given)
         refusals.check_class(type(self), KeyholeMixin)
-        refusals.check_names(type(self), KeyholeMixin, args, options)
         asked = self._wanted = wanted(args, given)
         refusals.check(args, asked.row, asked.own, options, wire=asked.wire, placement=asked.placement)
         refusals.warn_of_rate(args, asked.row, asked.own, model)
@@ -84,7 +81,6 @@ class KeyholeMixin(Base):
         if options.get("processing_class") is None and "tokenizer" not in options:
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[dict[str, torch.Tensor]] = []
-        self._said_empty = False
         self._uncounted: int | None = None  # steps counted at the last update
         self._trained: list[str] = []  # what was trained when the method was made
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
@@ -127,7 +123,6 @@ class KeyholeMixin(Base):
             self._trained = checkpoints.trained_names(self.keyhole)
             self.method = make_method(self.keyhole, self._wanted, self.args)
             self.optimizer = self.method.torch_optimizer
-        refusals.check_best(self.args, self.method)
         return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: object, num_items_in_batch: object = None) -> torch.Tensor:
@@ -136,13 +131,6 @@ class KeyholeMixin(Base):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
-        if not self._said_empty and not self.keyhole.classifies and trains_nothing(batches):
-            self._said_empty = True
-            warnings.warn(
-                f"step {self.state.global_step + 1}: every label is -100, so nothing is trained on and the step "
-                "changes nothing; look at what data_collator returns (said once)",
-                stacklevel=2,
-            )
         self._uncounted = self.state.global_step
         return self.method.step(batches).detach().to(self.args.device)
 
@@ -195,7 +183,9 @@ class KeyholeMixin(Base):
     def create_model_card(self, *args: object, **options: object) -> None:
         """The Trainer's, with the method in place of the Trainer's optimizer."""
         super().create_model_card(*args, **options)
-        checkpoints.state_method(Path(self.args.output_dir) / "README.md", self._wanted, self.keyhole)
+        card = Path(self.args.output_dir) / "README.md"
+        if card.is_file():
+            checkpoints.state_method(card, self._wanted, self.keyhole)
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """The Trainer's; once the step is counted, if its update is made already: resuming would repeat it."""
@@ -231,24 +221,20 @@ class KeyholeMixin(Base):
 
     def _load_best_model(self) -> None:
         """Loads the weights of the best checkpoint, and what the method has learned beside them."""
-        best, beside = self.state.best_model_checkpoint, refusals.learns_beside(self.method)
-        fault = "is gone"
-        if best is not None and os.path.isdir(best):
-            damage = checkpoints.damage_of_best(Path(best), beside)
-            fault = "" if damage is None else f"is damaged and not loaded: {damage}"
-        if best is None or fault:
+        best = str(self.state.best_model_checkpoint)
+        try:
+            state = checkpoints.verified(Path(best), self._wanted, self._trained)
+        except UserError as fault:
             warnings.warn(
-                f"load_best_model_at_end: the best checkpoint, {best}, {fault}; the weights stay those of step "
-                f"{self.state.global_step}",
+                f"load_best_model_at_end: the best checkpoint, {best}, is not loaded: {fault}; the weights stay those "
+                f"of step {self.state.global_step}",
                 stacklevel=2,
             )
             return
         self.method.flush()
         if not self._wanted.row.keeps_base:
             checkpoints.load_weights(Path(best), self.keyhole)
-        if beside:
-            state = checkpoints.verified(Path(best), self._wanted, self._trained)
-            checkpoints.load_method(Path(best), state, self.method)
+        checkpoints.load_method(Path(best), state, self.method)
 
 
 def tensors_of(inputs: object) -> dict[str, torch.Tensor]:
@@ -260,12 +246,6 @@ def tensors_of(inputs: object) -> dict[str, torch.Tensor]:
     if other := [f"{name} is a {type(x).__name__}" for name, x in given.items() if not isinstance(x, torch.Tensor)]:
         raise UserError(f"batch: {', '.join(other)}; data_collator must return tensors, of what the model is given")
     return {name: x.cpu() for name, x in given.items()}
-
-
-def trains_nothing(batches: list[dict[str, torch.Tensor]]) -> bool:
-    """Whether no token of a step of a decoder is trained on: every label is IGNORED, or the first of its row."""
-    labels = [batch["labels"] for batch in batches if "labels" in batch and batch["labels"].ndim == 2]
-    return len(labels) == len(batches) and all(bool((each[:, 1:] == IGNORED).all()) for each in labels)
 
 
 def no_labels(config: PretrainedConfig, rows: int) -> torch.Tensor:

@@ -11,10 +11,8 @@ a card of the user's own (README.md), it is used instead.
 """
 
 import re
-from dataclasses import fields, replace
 from pathlib import Path
 
-import keyhole
 from keyhole.config import TrainConfig, load_config
 from keyhole.config.fields import sections, settings
 from keyhole.config.types import dump, to_dict
@@ -23,12 +21,11 @@ from keyhole.disk.json_text import Json, read_json
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import has_adapter, names_classifier
-from keyhole.report.entries import Entry, read_metrics
+from keyhole.report.entries import Entry, is_test, read_metrics
 
 README = "README.md"
 NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
 NOT_TOLD |= {"train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template"}
-ROWS = 12  # evaluations shown
 MOST_BYTES = 2**22
 HUB_ID, CHECKPOINT = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"checkpoint-(\d+)")
 
@@ -59,8 +56,7 @@ def card(directory: Path, name: str) -> str:
 
 def _entries(path: Path, last: int | None) -> list[Entry]:
     """The entries of run/metrics.jsonl, up to a step."""
-    whole = [entry for entry in read_metrics(path) if type(entry["step"]) is int]
-    kept = [entry for entry in whole if last is None or entry["step"] <= last]
+    kept = [entry for entry in read_metrics(path) if last is None or entry["step"] <= last]
     return [{key: value for key, value in entry.items() if type(value) in (int, float, type(None))} for entry in kept]
 
 
@@ -87,7 +83,7 @@ def _metadata(name: str, config: TrainConfig | None, model: Json, entries: list[
     if data := [hub for source in _listed(config.train_data) if (hub := hub_id(source))]:
         found["datasets"] = data
     found["tags"] = ["keyhole", config.method]
-    tests = [entry for entry in entries if any(key.startswith("test_") for key in entry)]
+    tests = [entry for entry in entries if is_test(entry)]
     tasks = [Path(task).stem for task in _listed(config.task)]
     metrics = [
         {"type": key.removeprefix("test_"), "value": round(value, 4)}
@@ -128,31 +124,18 @@ def _training(config: TrainConfig, model: Json, entries: list[Entry]) -> str:
 
 
 def _figures(entries: list[Entry]) -> str:
-    """The loss at both ends, every evaluation (or twelve of them, the first and the last among them), and the tests."""
+    """The loss at both ends, the last evaluation, and the tests."""
     losses = [entry["loss"] for entry in entries if entry.get("loss") is not None]
     if not losses:
         return ""
     tail = losses[-max(1, len(losses) // 10) :]
-    last = "at the last logged step" if len(tail) == 1 else f"over the last {len(tail)} logged steps"
-    course = f"{losses[0]:.4f} at the first step, {sum(tail) / len(tail):.4f} {last}"
-    lines = ["## Figures", "", f"- training loss: {course}"]
-    if speeds := sorted(e["tokens_per_second"] for e in entries if e.get("tokens_per_second") is not None):
-        lines.append(f"- tokens per second: {speeds[len(speeds) // 2]:,.0f} (median)")
-    for key, unit in (("gpu_gib", "GPU"), ("host_gib", "host")):
-        if peaks := [entry[key] for entry in entries if entry.get(key) is not None]:
-            lines.append(f"- peak {unit} memory: {max(peaks):.2f} GiB")
-    if evaluated := [entry for entry in entries if "eval_loss" in entry]:
-        keys = [key for key in evaluated[-1] if key not in ("step", "eval_tokens", "eval_rows")]
-        apart = max(1, -(-(len(evaluated) - 1) // (ROWS - 1)))
-        lines += ["", "| step | " + " | ".join(key.removeprefix("eval_") for key in keys) + " |"]
-        lines += ["|---" * (1 + len(keys)) + "|"]
-        for entry in [*evaluated[:-1:apart], evaluated[-1]]:
-            lines.append("| " + " | ".join([str(entry["step"]), *(_number(entry.get(key)) for key in keys)]) + " |")
-    for entry in entries:
-        tests = {key.removeprefix("test_"): value for key, value in entry.items() if key.startswith("test_")}
-        if tests:
-            numbers = ", ".join(f"{key} {_number(value)}" for key, value in tests.items())
-            lines += ["", f"Test of step {entry['step']}: {numbers}"]
+    ends = f"{losses[0]:.4f} at the first step, {sum(tail) / len(tail):.4f} over the last {len(tail)} that were logged"
+    lines = ["## Figures", "", f"- training loss: {ends}"]
+    shown = [("evaluation", "eval_", entry) for entry in entries if "eval_loss" in entry][-1:]
+    shown += [("test", "test_", entry) for entry in entries if is_test(entry)]
+    for what, prefix, entry in shown:
+        numbers = {key.removeprefix(prefix): value for key, value in entry.items() if key != "step"}
+        lines.append(f"- {what} of step {entry['step']}: {', '.join(f'{k} {_number(v)}' for k, v in numbers.items())}")
     return "\n".join(lines)
 
 
@@ -161,10 +144,8 @@ def _settings(config: TrainConfig) -> str:
     row, plain = METHODS[config.method], settings()
     values = {key: value for key, value in to_dict(config).items() if key not in NOT_TOLD | sections().keys()}
     told = {key: value for key, value in values.items() if value != plain[key].default}
-    own, usual = vars(config)[row.section], row.settings()
-    kept = {each.name: vars(own)[each.name] for each in fields(own) if vars(usual)[each.name] is not None}
-    filled = vars(replace(usual, **kept).filled()) | {name: vars(usual)[name] for name in kept}
-    changed = {key: value for key, value in to_dict(config)[row.section].items() if value != filled[key]}
+    usual = vars(row.settings().filled())
+    changed = {key: value for key, value in to_dict(config)[row.section].items() if value != usual[key]}
     body = dump({"method": config.method} | told | ({row.section: changed} if changed else {}))
     return f"## Settings\n\nThose that differ from the defaults:\n\n```yaml\n{body}```"
 
@@ -197,8 +178,3 @@ def _told(source: str) -> str:
 
 def _number(value: float | None) -> str:
     return f"{value:.4f}" if isinstance(value, float) else "-" if value is None else str(value)
-
-
-def written_by() -> str:
-    """For the message of a commit."""
-    return f"keyhole {keyhole.__version__}"

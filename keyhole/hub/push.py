@@ -1,4 +1,4 @@
-"""One commit that publishes a model: its files, its card, and the picture of its loss; old weight files are deleted.
+"""One commit that publishes a model: its files and its card; old weight files are deleted.
 
     prepare   creates the repository, or checks that it exists, so that a missing token, a name of another owner and an
               unreachable hub are reported before a run begins, not after it
@@ -7,7 +7,7 @@
               so an interrupted push can simply be repeated
 
 The published files are the model as Transformers reads it, with its adapter; of a checkpoint neither keyhole_state.json
-nor optimizer.safetensors, which only a run can use; of run/ only the curve. No local path is published: an adapter
+nor optimizer.safetensors, which only a run can use; nothing of run/. No local path is published: an adapter
 names the repository itself as its base.
 """
 
@@ -17,17 +17,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import keyhole
 from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, verify
 from keyhole.disk.files import read_small
 from keyhole.disk.json_text import json_text
 from keyhole.disk.weight_files import has_weights, is_pickled, stored_tensors
 from keyhole.errors import UserError
-from keyhole.hub.card import README, card, hub_id, written_by
+from keyhole.hub.card import README, card, hub_id
 from keyhole.model.structure.source import check_directory, hub_answers
 
 FOLDERS = ("adapter", "additional_chat_templates")
 ADAPTER, MOST_BYTES = "adapter/adapter_config.json", 2**20
 STALE = re.compile(r"(model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin)")
+REFUSALS = {
+    401: "it does not accept your token: hf auth login anew, or another HF_TOKEN",
+    403: "your token may not write there: choose a name of your own (you/model), or a token with that right",
+}
 NAME = re.compile(r"([\w.-]{1,96}/)?[\w.-]{1,96}")
 
 
@@ -57,9 +62,6 @@ def files_of(directory: str | Path) -> dict[str, Path]:
                 "keyhole.load(DIR).save_pretrained(NEW) writes"
             )
         raise UserError(f"push: {directory} has no weights (model.safetensors); {why}")
-    curve = directory / "run" / "loss.png"
-    if curve.is_file() and curve.stat().st_size:
-        found["loss.png"] = curve
     return dict(sorted(found.items()))
 
 
@@ -83,20 +85,20 @@ def text_of_card(directory: Path, name: str) -> str:
             return read_small(own, MOST_BYTES).decode("utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"push: {own} is no text ({error}); mend it, or delete it: then a card is made") from error
-    text = card(directory, name)
-    return (
-        text.replace("## Settings", "![loss](loss.png)\n\n## Settings", 1)
-        if "loss.png" in files_of(directory)
-        else text
-    )
+    return card(directory, name)
 
 
 def prepare(name: str, private: bool | None) -> str:
     """Creates the repository if it does not exist; returns its full name. UserError says what is missing."""
     check_id(name)
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_token
 
-    _check_token(name)
+    if not hub_answers():
+        raise UserError(
+            f"push: the hub cannot be reached from here (or HF_HUB_OFFLINE is set); push later: keyhole push DIR {name}"
+        )
+    if get_token() is None:
+        raise UserError("push: no token for the hub; hf auth login, or HF_TOKEN=..., with the right to write")
     with _asking(name):
         return HfApi().create_repo(name, private=private, exist_ok=True).repo_id
 
@@ -123,7 +125,7 @@ def push(
         ]
         operations += [CommitOperationAdd(README, text_of_card(place, name).encode())]
         operations += [CommitOperationDelete(file) for file in stale]
-        api.create_commit(name, operations, commit_message=f"Model trained with {written_by()}")
+        api.create_commit(name, operations, commit_message=f"Model trained with keyhole {keyhole.__version__}")
     return f"{api.endpoint}/{name}"
 
 
@@ -142,17 +144,6 @@ def content(file: str, path: Path, name: str) -> str | bytes:
     return json_text(found | {"base_model_name_or_path": name}, indent=2).encode()
 
 
-def _check_token(name: str) -> None:
-    from huggingface_hub import get_token
-
-    if not hub_answers():
-        raise UserError(
-            f"push: the hub cannot be reached from here (or HF_HUB_OFFLINE is set); push later: keyhole push DIR {name}"
-        )
-    if get_token() is None:
-        raise UserError("push: no token for the hub; hf auth login, or HF_TOKEN=..., with the right to write")
-
-
 @contextmanager
 def _asking(name: str) -> Iterator[None]:
     """A context that turns errors of the hub into UserErrors."""
@@ -162,11 +153,6 @@ def _asking(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        said = " ".join(str(error).split())
-        if status == 401:
-            why = "it does not accept your token: hf auth login anew, or another HF_TOKEN"
-        elif status == 403:
-            why = "your token may not write there: choose a name of your own (you/model), or a token with that right"
-        else:
-            why = f"{said} ({type(error).__name__}); try again: what has arrived is not sent twice"
+        said = f"{' '.join(str(error).split())} ({type(error).__name__})"
+        why = REFUSALS.get(status or 0, f"{said}; try again: what has arrived is not sent twice")
         raise UserError(f"push: {name}: the hub refuses: {why}") from error

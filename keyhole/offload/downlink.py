@@ -13,14 +13,12 @@ On a CPU device these are plain copies without events.
 """
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from keyhole.offload.engine import Engine
-
-FEW = 256  # elements; smaller copies are left out of the trace
 
 
 class Downlink:
@@ -46,8 +44,7 @@ class Downlink:
             self.stream.wait_stream(self.engine.compute)
         with torch.cuda.stream(self.stream) if self.cuda else nullcontext():
             for source, target in copies:
-                with self._span(source):
-                    target.copy_(source, non_blocking=self.cuda)
+                target.copy_(source, non_blocking=self.cuda)
         if self.stream is None:
             return
         for source, _ in copies:
@@ -61,11 +58,6 @@ class Downlink:
         self.in_flight.append((size, event))
         while sum(each for each, _ in self.in_flight) > (self.most_bytes or 0) and len(self.in_flight) > 1:
             self.in_flight.popleft()[1].synchronize()
-
-    def _span(self, source: torch.Tensor) -> AbstractContextManager[object]:
-        """A span of the trace; copies of a few numbers get none."""
-        timeline = self.engine.timeline
-        return timeline.span("gradients", "") if timeline.enabled and source.numel() > FEW else nullcontext()
 
     def sent(self, and_kernels: bool = False) -> torch.cuda.Event | None:
         """An event that the host can wait for: every copy sent so far has finished and, with and_kernels, every kernel

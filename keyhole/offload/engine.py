@@ -38,7 +38,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.offload.slots import POISON, FreeSlots, Slot, lend
-from keyhole.offload.timeline import Stalls, Timeline
+from keyhole.offload.stalls import Stalls
 
 
 class Gate(Protocol):
@@ -113,7 +113,6 @@ class Engine:
         self.order: list[int] = []  # of the streamed pages of this sweep
         self.visited: list[int] = []  # the streamed pages that were acquired in it
         self.cursor = self.bytes_up = self.bytes_down = 0  # cursor: the next place in the order
-        self.timeline = Timeline(enabled=False)
         self.gate: Gate | None = None
         self.watch: Watch | None = None
         self.stalls = Stalls()
@@ -143,8 +142,6 @@ class Engine:
             for page in list(self.held):
                 self.release(page)
             raise
-        finally:
-            self._left()
 
     def expect(self, among: set[int], pages: list[int]) -> None:
         """Corrects the expected order: the next pages of the set `among` are exactly `pages`, in this order."""
@@ -163,7 +160,6 @@ class Engine:
     def acquire(self, page: int, changes: bool = True) -> torch.Tensor:
         """The page on the device. changes=False: it will only be read. `arrival` is called first and may change the
         page (apply a deferred update); if it returns True, the page is written back."""
-        self._left()
         if self.gate is not None:
             self.gate.wait(page)
         if page not in self.streamed:
@@ -194,14 +190,7 @@ class Engine:
             self.stalls.mark(self.compute)
         return self._arrived(page, slot.as_page(self.homes[page]))
 
-    def _left(self) -> None:
-        """Ends the span of the current page: the caller asks for another page, or its sweep has ended."""
-        if self.timeline.enabled:
-            self.timeline.left(self.compute if self.cuda else None)
-
     def _arrived(self, page: int, w: torch.Tensor) -> torch.Tensor:
-        if self.timeline.enabled:
-            self.timeline.arrived(f"page {page}", self.compute if self.cuda else None)
         if self.arrival is not None and self.arrival(page, w):
             self.commit(page)
         return w
@@ -220,15 +209,13 @@ class Engine:
 
     def _write_back(self, page: int, slot: Slot) -> None:
         if not self.cuda:
-            with self.timeline.span("write-back", f"page {page}"):
-                self._copy_down(page, slot)
+            self._copy_down(page, slot)
             return
         slot.changed.record(self.compute)
         with torch.cuda.stream(self.down):
             self._delay()
             self.down.wait_event(slot.changed)
-            with self.timeline.span("write-back", f"page {page}"):
-                self._copy_down(page, slot)
+            self._copy_down(page, slot)
             self.home_written[page].record(self.down)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
@@ -307,8 +294,7 @@ class Engine:
                 lend(slot.buffer, self.streams)
         last_page, slot.last_page, slot.intact = slot.last_page, page, self.gate is None
         if not self.cuda:
-            with self.timeline.span("upload", f"page {page}"):
-                self._copy_up(page, slot)
+            self._copy_up(page, slot)
             return
         with torch.cuda.stream(self.up):
             self.up.wait_event(slot.computed)
@@ -319,8 +305,7 @@ class Engine:
             self._delay()
             if self.chaos:
                 slot.buffer.fill_(POISON)
-            with self.timeline.span("upload", f"page {page}"):
-                self._copy_up(page, slot)
+            self._copy_up(page, slot)
             slot.ready.record(self.up)
         if not self.overlap:
             torch.cuda.synchronize(self.device)

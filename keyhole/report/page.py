@@ -14,7 +14,7 @@ from keyhole.machine.text import duration
 from keyhole.pages.chart import Series, chart, noisy
 from keyhole.pages.frame import charts, choice, header, page, section
 from keyhole.report.curves import Curves
-from keyhole.report.parts import STYLE, answers, data, decisions, environment, events, memory_and_pace, step_time
+from keyhole.report.parts import STYLE, answers, data, decisions, environment, events, memory_and_pace
 from keyhole.report.story import DONE, RUNNING, View
 
 REFRESH_S = 30
@@ -34,7 +34,6 @@ def make_page(view: View) -> str:
         _top(view),
         _curves(view.curves, view.by_candidates),
         memory_and_pace(story, view.curves),
-        step_time(story),
         data(story),
         answers(story),
         decisions(story),

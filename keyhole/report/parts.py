@@ -1,11 +1,5 @@
-"""Sections of a run's page: memory and pace, where the time of a step goes, the data, answers, decisions, events, the
-environment.
+"""Sections of a run's page: memory and pace, the data, answers, decisions, events, the environment."""
 
-The time of a step is shown as the share of it in which each lane of its trace was busy: upload, compute, write-back,
-and copies of gradients to the CPU. Lanes work in parallel, so the lane without gaps bounds the step.
-"""
-
-from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
 from itertools import groupby
@@ -16,8 +10,6 @@ from keyhole.pages.frame import COLOURS, details, machine_text, section, table, 
 from keyhole.report.curves import Curves
 from keyhole.report.story import Answers, Planned, Story, View
 
-LANES = ("upload", "compute", "write-back", "gradients")
-CROSSED = (("up_bytes", "up"), ("down_bytes", "down"))
 STYLE = """
 .progress{display:block;height:6px;border-radius:3px;background:var(--line);margin:18px 0 0;overflow:hidden}
 .progress span{display:block;height:100%;background:var(--glow)}
@@ -57,7 +49,7 @@ def memory_and_pace(story: Story, curves: Curves) -> str:
         bars = _bars("GPU", plan.device_bytes, plan.parts, measured.get("device_bytes", 0.0)) + bars
     return section(
         "Planned and measured",
-        bars + _pace(plan, measured, curves),
+        bars + _pace(plan, curves),
         "Host memory is what the process holds while it trains, Python and libraries included.",
     )
 
@@ -80,7 +72,7 @@ def _bars(place: str, planned: float, planned_parts: dict[str, float], measured:
     return bars + (f"<ul class='legend'>{legend}</ul>" if legend else "")
 
 
-def _pace(plan: Planned, measured: dict[str, float], curves: Curves) -> str:
+def _pace(plan: Planned, curves: Curves) -> str:
     if not curves.step_seconds:
         return ""
     said = f"<p>A step takes <b>{curves.step_seconds:.3g} s</b>"
@@ -89,37 +81,7 @@ def _pace(plan: Planned, measured: dict[str, float], curves: Curves) -> str:
         parts = ", ".join(f"{name} {value:.3g} s" for name, value in plan.seconds.items() if name != "total" and value)
         said += f"; planned <b>{plan.seconds['total']:.3g} s</b>, bound by {escape(plan.bound_by)} ({escape(parts)})"
         said += f"; {escape(plan.source)}" if plan.source else ""
-    crossed = [f"{size(measured[name])} {way}" for name, way in CROSSED if measured.get(name)]
-    said += f". Over the link per step: {' and '.join(crossed)}" if crossed else ""
     return said + ".</p>"
-
-
-def step_time(story: Story) -> str:
-    """Where the time of a step goes; empty if no step was traced."""
-    lines, seconds = "", max(story.traced_s, 1e-9)
-    for i, (lane, busy_s) in enumerate(story.lanes.items()):
-        share = f"{100 * min(1.0, busy_s / seconds):.0f}"
-        bar = f"<span class='stack'><span class='b{i % len(COLOURS)}' style='width:{share}%'></span></span>"
-        lines += f"<span>{escape(lane[:12])}</span>{bar}<b>{share} %</b>"
-    gap = " Where compute is not busy, it waits for an upload, or works outside of the units." if lines else ""
-    return section(
-        "Where the time of a step goes",
-        f"<div class='sizes'>{lines}</div>" if lines else "",
-        f"Step {story.traced_step:,}, {story.traced_s:.3g} s, as traced: the share of it in which each was busy.{gap}",
-    )
-
-
-def busy_seconds(rows: Sequence[tuple[str, str, float, float]]) -> dict[str, float]:
-    """How long each lane of a trace was busy: rows are lane, label, begin and duration in milliseconds; what overlaps
-    counts once."""
-    found: dict[str, float] = {}
-    for lane in dict.fromkeys([*LANES, *(lane for lane, *_ in rows)]):
-        reached = float("-inf")
-        for begin, duration in sorted((begin, ms) for name, _, begin, ms in rows if name == lane):
-            end = begin + duration
-            found[lane] = found.get(lane, 0.0) + 1e-3 * max(0.0, end - max(begin, reached))
-            reached = max(reached, end)
-    return found
 
 
 def data(story: Story) -> str:

@@ -2,7 +2,6 @@
 
     lines       the start block: decisions and their reasons
     planned     planned bytes on the device by part, host bytes, seconds of a step; measured: the measured ones
-    lanes       of one step that was traced: seconds in which uploads, compute, ... were busy
     samples     rows of the data: runs of [trained?, tokens]
     answers     the model's answers at evaluations
     events      the printed lines, except those of steps
@@ -96,9 +95,6 @@ class Story:
     events: list[str] = field(default_factory=list)
     planned: Planned = field(default_factory=Planned)
     measured: dict[str, NotNegative] = field(default_factory=dict)
-    traced_step: Number = 0
-    traced_s: NotNegative = 0.0  # seconds of that step
-    lanes: dict[str, NotNegative] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     answers: list[Answers] = field(default_factory=list)
 

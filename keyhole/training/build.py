@@ -7,7 +7,6 @@ written before data, model and method have been checked.
 """
 
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 import transformers.modeling_utils  # every model needs these three, so they are timed with the other imports
@@ -16,11 +15,14 @@ import transformers.models.auto.tokenization_auto  # noqa: F401
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.replay import apply_records, keep_directions
+from keyhole.checkpoint.resume import Origin
 from keyhole.checkpoint.state import State
 from keyhole.checkpoint.writer import Writer
-from keyhole.config import to_yaml
+from keyhole.config import TrainConfig, to_yaml
 from keyhole.data.run import load_data
+from keyhole.data.settings import DataSettings
 from keyhole.disk.files import writing_to
+from keyhole.disk.json_text import Json
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
 from keyhole.model.weights.save import check_names
@@ -37,27 +39,31 @@ from keyhole.training.model_and_method import (
     make_schedule,
     model_lines,
     plan_lines,
-    shares_tokenizer,
     weights_source,
 )
 from keyhole.training.records import MetricsFile, journaled, open_journal
 from keyhole.training.reports import open_reports
-from keyhole.training.resume import flat_config, same_directory, same_everywhere, same_weights
 from keyhole.training.run import Run
 from keyhole.training.saving import Saver, describe, refuse_full_disk
 from keyhole.training.signals import Interrupts
-from keyhole.training.start import Request
+from keyhole.training.start import Parts, flat_config, same_directory, same_everywhere, same_weights
 from keyhole.training.validation import Judge, Selection
 
 
-def run(request: Request, dry_run: bool) -> int:
-    """Executes the run, or prints its start block only; returns the exit code."""
-    config, directory, origin, parts = request.config, request.directory, request.origin, request.parts
+def run(
+    config: TrainConfig,
+    directory: rundir.RunDir,
+    lock: rundir.Lock,
+    origin: Origin,
+    notes: list[str],
+    settings: DataSettings,
+    parts: Parts,
+    dry_run: bool,
+) -> int:
+    """Executes the run that start.py has checked, or prints its start block only; returns the exit code."""
     ranks = parts.ranks
     with parts.waiting.phase("reading data"):
-        data = (parts.load_data or load_data)(request.settings)
-    if not shares_tokenizer(config, origin.choice):
-        data = replace(data, tokenizer=None)  # the model reads its own
+        data = (parts.load_data or load_data)(settings)
     same_everywhere(ranks, config, data)
     judge = Judge(data.dev, data.test, config.max_length, parts.allow_code_execution)
     judge.check(config, bool(data.eval), bool(data.labels))
@@ -67,7 +73,7 @@ def run(request: Request, dry_run: bool) -> int:
     display = parts.display(schedule.total, config.logging_steps)
     if dry_run:
         plan = plan_lines(config, origin.step, schedule, data.train.steps_per_epoch)
-        lines = [*dry_lines(config, origin.choice, data), data.report, plan, request.notes]
+        lines = [*dry_lines(config, origin.choice, data), data.report, plan, notes]
         display.lines(block(config.method, config.model, [*lines, ["dry run: nothing was written"]]))
         return 0
     torch.manual_seed(config.seed)
@@ -88,31 +94,37 @@ def run(request: Request, dry_run: bool) -> int:
             data=data,
             judge=judge,
             schedule=schedule,
-            first=origin.step,
-            here=not origin.elsewhere,
+            origin=origin,
             model=model,
             method=method,
             interrupts=Interrupts(quiet=not ranks.is_leader),
             say=display.line,
         )
         if ranks.is_leader:
-            return lead(run, request, display, run_id, opened).go()
+            return lead(run, parts, lock, notes, display, run_id, opened).go()
         ranks.describe(model.device)  # the leader prints it
         if model.sharded or config.load_best_model_at_end:
-            same_directory(ranks, request.lock.path)
+            same_directory(ranks, lock.path)
         if origin.tail:
             apply_records(journaled(method), origin.tail)
         return follow(run)
 
 
-def lead(run: Run, request: Request, display: Display, run_id: str | None, opened: ExitStack) -> Leader:
+def lead(
+    run: Run,
+    parts: Parts,
+    lock: rundir.Lock,
+    notes: list[str],
+    display: Display,
+    run_id: str | None,
+    opened: ExitStack,
+) -> Leader:
     """The run of the leader, who prints and writes: the start block, the output directory with the files of a run, and
     everything that observes its steps. What is opened is closed by `opened`, the saver first."""
     config, directory, model, method, data = run.config, run.directory, run.model, run.method, run.data
-    origin, parts, ranks = request.origin, request.parts, request.parts.ranks
+    origin, ranks = run.origin, parts.ranks
     with parts.waiting.phase("hashing the weights"):
         base = parts.model_hash(config.model) if origin.state is None else origin.base
-    about = State(0, config=flat_config(config), versions=versions(), run=run_id, base=base)
     writer = Writer(model, method)
     groups = [
         model_lines(model.module, model.layout, model.dtype, method.keeps_base),
@@ -121,7 +133,7 @@ def lead(run: Run, request: Request, display: Display, run_id: str | None, opene
         ranks.describe(model.device),
         plan_lines(config, run.first, run.schedule, data.train.steps_per_epoch),
         describe(config, writer),
-        request.notes,
+        notes,
         [str(parts.waiting)],
     ]
     lines = block(config.method, config.model, groups)
@@ -130,9 +142,9 @@ def lead(run: Run, request: Request, display: Display, run_id: str | None, opene
         refuse_full_disk(directory.root, model)
 
     machine = environment()
-    rundir.open_run(directory, to_yaml(config), machine, request.lock, run_id)
+    rundir.open_run(directory, to_yaml(config), machine, lock, run_id)
     if model.sharded or config.load_best_model_at_end:  # every rank writes there, or reads from it
-        same_directory(ranks, request.lock.path)
+        same_directory(ranks, lock.path)
     display.log_to(directory.log)
     with writing_to(directory.root):
         for path in origin.choice.damaged:
@@ -140,22 +152,22 @@ def lead(run: Run, request: Request, display: Display, run_id: str | None, opene
     if origin.tail:
         seconds = apply_records(journaled(method), origin.tail)
         run.say(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
+    rows = None if run.judge.dev or data.eval.dataset is None else data.eval.dataset.fingerprint
+    judged: Json = {"rows": rows, "questions": [task.fingerprint for task in run.judge.dev]}
     with writing_to(directory.root):
         metrics = MetricsFile(directory.metrics, run.first, run.say)
         opened.callback(metrics.close)
         if metrics.lacks and not origin.elsewhere:
             run.say(f"warning: {directory.metrics} is damaged: {metrics.lacks}; the run goes on without them")
+        selection = Selection(config, run.judge.metric or "loss", metrics.kept)
+        judged = selection.check_rows(judged, None if origin.state is None else origin.state.selection)
+        about = State(0, config=flat_config(config), versions=versions(), run=run_id, base=base, selection=judged)
         reports = open_reports(run, display, run_id, lines, metrics.kept, machine)
         opened.callback(reports.close)
-        journal = open_journal(run, origin, about) if METHODS[config.method].journaled else None
+        journal = open_journal(run, about) if METHODS[config.method].journaled else None
         if journal is not None:
             opened.callback(journal.close)
-    held_out, state = data.eval.dataset, origin.choice.state
-    rows = None if run.judge.dev or held_out is None else held_out.fingerprint  # of tasks: the questions
-    questions, saved = [task.fingerprint for task in run.judge.dev], None if state is None else state.selection
-    selection = Selection(config, run.judge.metric or "loss", saved, questions, rows)
-    selection.add_before(metrics.kept, 0 if state is None else state.step)
-    saver = Saver(run, writer, about, journal=journal, selection=selection, begin=origin.choice.path)
+    saver = Saver(run, writer, about, metrics=metrics, journal=journal, selection=selection, begin=origin.choice.path)
     opened.callback(saver.close)
     opened.callback(display.close)
     evaluation = Evaluation(run, metrics, reports, selection, saver)

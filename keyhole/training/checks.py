@@ -5,17 +5,16 @@ that the loss does not rise far.
 weights rounded to nearest, where a step below half the distance to the next number is lost (a bfloat16 weight near 1
 needs a step of 0.002). Comparing whole tensors would need a second copy of the model, so up to SAMPLE elements of each,
 evenly spaced, are kept on the host (8 KiB per tensor in 16 bit) and compared bit by bit after CHECK_STEPS steps with a
-rate above 0. Gradient methods change only the rows of the embedding that a batch uses, so its sample is taken from rows
-of the first batch. A tensor whose sample has not changed may have changed elsewhere: hence a warning, not an error.
-
-The bias of the keys in attention is a special case. It adds the same number, q b, to every score of a query, and the
-softmax cancels it: its gradient is 0 up to rounding. With rotary embeddings, which rotate keys by position, it does
-not cancel.
+rate above 0. A tensor whose sample has not changed may have changed elsewhere: hence a warning, not an error. Two kinds
+are not looked at: the embedding, of which gradient methods change only the rows that a batch uses; and the biases of
+keys in attention, which add the same number q b to every score of a query, so that without rotary embeddings the
+softmax cancels them and their gradient is 0 up to rounding.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from statistics import fmean, median
+from statistics import fmean, median, median_low
 
 import torch
 
@@ -42,7 +41,6 @@ class FirstSteps(Observer):
 
     def __init__(self, run: Run, story: Story) -> None:
         self.run, self.story = run, story
-        self.rows_R = torch.empty(0, dtype=torch.int64)
         self.before: dict[str, torch.Tensor] = {}
         self.entries: list[Entry] = []
         self.moved, self.is_done = 0, False  # steps with a rate above 0
@@ -50,8 +48,7 @@ class FirstSteps(Observer):
     def before_step(self, batches: list[Batch]) -> None:
         """Takes the samples, before the first step."""
         if not self.before and not self.is_done:
-            self.rows_R = torch.cat([batch["input_ids"].flatten() for batch in batches]).unique()
-            self.before = dict(samples(self.run.model, self.rows_R))
+            self.before = dict(samples(self.run.model))
 
     def note(self, reading: Reading) -> None:
         if not self.is_done and "loss" in reading.entry:
@@ -64,8 +61,7 @@ class FirstSteps(Observer):
             return
         with run.paused():
             if self.moved:
-                after = dict(samples(model, self.rows_R))
-                run.say(verdict(model, self.before, after, self.moved))
+                run.say(verdict(model, self.before, dict(samples(model)), self.moved))
             if model.device.type == "cuda" and METHODS[method].streams:
                 assert model.placed is not None
                 planned_gib = model.placed.device_bytes.total / GIB
@@ -82,31 +78,27 @@ class FirstSteps(Observer):
         self.before, self.entries, self.is_done = {}, [], True
 
 
-def samples(model: Model, rows_R: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """A sample of every trained tensor that this rank holds. rows_R: the rows of the embedding."""
+def samples(model: Model) -> Iterable[tuple[str, torch.Tensor]]:
+    """A sample of every trained tensor that this rank holds."""
     model.engine.wait_for_homes()
     for tensor in model.layout.tensors:
-        if not tensor.param.requires_grad:
+        if not tensor.param.requires_grad or tensor is model.layout.table or tensor.name.endswith(KEY_BIASES):
             continue
         if model.homes.unit_of(tensor).index in model.homes.parts:
             for _, part in list(model.homes.own_parts(tensor))[:1]:
                 yield tensor.name, sample(part)
         else:
-            found = sample(model.home(tensor), rows_R if tensor is model.layout.table else None)
+            found = sample(model.home(tensor))
             beside = None if model.methods.low_rank is None else model.methods.low_rank.sample(tensor)
             yield tensor.name, found if beside is None else torch.cat([found.long(), sample(beside).long()])
     for name, param in ({} if model.methods.addon is None else model.methods.addon.params).items():
         yield name, sample(param.data)
 
 
-def sample(tensor: torch.Tensor, rows_R: torch.Tensor | None = None) -> torch.Tensor:
-    """Up to SAMPLE evenly spaced elements (of these rows) on the host, as integers of the same width."""
-    if rows_R is None:
-        flat = tensor.reshape(-1)
-        picked = flat[:: max(1, -(-flat.numel() // SAMPLE))]
-    else:
-        rows_R = rows_R[: max(1, SAMPLE // min(SAMPLE, tensor.shape[1]))].to(tensor.device)
-        picked = tensor[rows_R].reshape(-1)[:SAMPLE]
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Up to SAMPLE evenly spaced elements on the host, as integers of the same width."""
+    flat = tensor.reshape(-1)
+    picked = flat[:: max(1, -(-flat.numel() // SAMPLE))]
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return picked.contiguous().view(integer).cpu().clone()
 
@@ -115,14 +107,10 @@ def verdict(model: Model, before: dict[str, torch.Tensor], after: dict[str, torc
     """The line for the user: which samples have not changed in `steps` steps, and the share of elements that have."""
     changed = {name: int((after[name] != before[name]).sum()) for name in before}
     percent = 100 * sum(changed.values()) / max(1, sum(map(torch.numel, before.values())))
-    still = [name for name, count in changed.items() if not count]
-    rotary = any("rotary" in name.lower() for name, _ in model.module.named_modules())
-    unread = [] if rotary else [name for name in still if name.endswith(KEY_BIASES)]
-    unchanged = [name for name in still if name not in unread]
+    unchanged = [name for name, count in changed.items() if not count]
     said = f"{percent:.1f} % of the sampled weights changed"
     if not unchanged:
-        but = f", but for {len(unread)} biases of keys, which no attention depends on" if unread else ""
-        return f"check: all {len(before) - len(unread)} trained tensors changed within {steps} steps ({said}){but}"
+        return f"check: all {len(before)} trained tensors that were sampled changed within {steps} steps ({said})"
     names = ", ".join(unchanged[:NAMED]) + (f", and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else "")
     why = "they get no gradient, or their steps are too small"
     if torch.finfo(model.dtype).bits == 16:
@@ -135,17 +123,16 @@ def verdict(model: Model, before: dict[str, torch.Tensor], after: dict[str, torc
 class Divergence(Observer):
     """Warns once if the loss has risen far: a run that has diverged to a plateau looks healthy.
 
-    Losses of steps jump, so three quarters of the last WINDOW losses must be more than RISE times the lowest median of
-    a window so far, and RISE_AT_LEAST above it. A run may diverge in its first steps, so the first loss counts as a
-    median too, and the first windows may be shorter. A resumed run reads the losses of earlier steps from
-    run/metrics.jsonl, and warns at the same step as one that was not stopped.
+    The median of the last WINDOW losses is compared with the lowest one so far: RISE times that, and RISE_AT_LEAST
+    above it, is a divergence. A run may diverge in its first steps, so the first loss counts as a median too, and the
+    first windows may be shorter. A resumed run reads the losses of earlier steps from run/metrics.jsonl, and warns at
+    the same step as one that was not stopped.
     """
 
     def __init__(self, say: Callable[[str], None], before: Iterable[Entry] = ()) -> None:
-        self.say = say
+        self.say, self.said = say, False
         self.window: deque[float] = deque(maxlen=WINDOW)
-        self.best: tuple[float, int] | None = None  # median, step
-        self.said = False
+        self.best = (math.inf, 0)  # median, step
         for entry in before:
             self.warning(entry)  # it was said then
 
@@ -157,13 +144,11 @@ class Divergence(Observer):
         if (loss := finite(entry.get("loss"))) is None:
             return None
         self.window.append(loss)
-        best, step = self.best or (loss, entry["step"])
-        self.best = best, step
-        ordered, size = sorted(self.window), len(self.window)
-        low, middle = ordered[size // 4], ordered[(size - 1) // 2]
-        if size == WINDOW and middle < best:
+        middle, size = median_low(self.window), len(self.window)
+        if size in (1, WINDOW) and middle < self.best[0]:
             self.best = middle, entry["step"]
-        if self.said or size < LEAST or low <= max(RISE * best, best + RISE_AT_LEAST):
+        best, step = self.best
+        if self.said or size < LEAST or middle <= max(RISE * best, best + RISE_AT_LEAST):
             return None
         self.said = True
         return (

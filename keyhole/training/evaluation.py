@@ -8,6 +8,7 @@ best weights could not be loaded again, so they are tested as soon as a step is 
 from dataclasses import dataclass
 from typing import Any
 
+from keyhole.checkpoint.state import Damaged, verify
 from keyhole.data.tasks.question import Question, Task
 from keyhole.eval.score import AnswerScore, ClassScore, Score, TaskScore
 from keyhole.report.story import Answer, Answers
@@ -35,19 +36,16 @@ class Evaluation(Observer):
     last: dict[str, Any] | None = None
 
     def after_step(self) -> None:
-        """Evaluates where that is due, and keeps the weights of the best step so far."""
+        """Evaluates where that is due."""
         run, config, step = self.run, self.run.config, self.run.done
         due = bool(run.data.eval) and (run.is_last or step % (config.eval_steps or run.total) == 0)
         if due and step not in self.metrics.evaluated:
             with run.paused():
                 self.evaluate()
-        if config.load_best_model_at_end and self.selection.best_steps()[:1] == [step]:
-            if not config.save_model:
-                with run.paused():
-                    self.test(step)
-            elif self.saver.best_step != step:
-                with run.paused():
-                    self.saver.save_best(step)
+        best = self.selection.best_steps()[:1] == [step]
+        if best and config.load_best_model_at_end and not config.save_model:
+            with run.paused():
+                self.test(step)
         run.ends = run.ends or self.selection.out_of_patience()
 
     def evaluate(self) -> None:
@@ -91,21 +89,21 @@ class Evaluation(Observer):
 
     def publish(self) -> int | None:
         """Puts the weights of the best step, or the last ones, into the output directory and tests them; the best step,
-        None if the last weights are wanted. A damaged checkpoint is reported and set aside, and the next best step is
-        tried, down to the last one, which has just been saved."""
+        None if the last weights are wanted, or the checkpoint of the best is damaged."""
         last, best = self.run.done, self.saver.best_saved()
         if not self.run.config.save_model:
             if best in (None, last):  # else these weights are not the best step's
                 self.test(last)
             return best
-        damaged: set[int] = set()
-        while best is not None and best != last and (fault := self.saver.damage_of(best)) is not None:
-            damaged.add(best)
+        try:
+            if best not in (None, last):
+                verify(self.run.checkpoint(best))
+        except Damaged as fault:
             self.run.say(
-                f"warning: checkpoint-{best}, the best, is damaged and not published: {fault}; the next best is "
-                f"published instead, and the last weights are in checkpoint-{last}"
+                f"warning: checkpoint-{best}, the best, is damaged and not published: {fault}; the last weights are "
+                "published instead"
             )
-            best = self.saver.best_saved(damaged)
+            best = None
         self.saver.publish(best)
         self.test(best or last)
         return best
@@ -114,10 +112,7 @@ class Evaluation(Observer):
         """For the line at the end: the last evaluation, the best step and the test."""
         text = "" if self.last is None else f"; eval {shown_loss(self.last)}"
         if best is not None:
-            values, first = self.selection.values, self.selection.best_steps()[0]
-            text += f"; the best was {self.selection.shown(best)}, at step {best}"
-            if values[best] != values[first]:
-                text += f" (step {first} was better, and has no intact checkpoint)"
+            text += f"; the best that is saved was {self.selection.shown(best)}, at step {best}"
         tested = shown(self.metrics.tested.get(best or self.run.done, {}), TEST)
         return text + (f"; test {tested}" if tested else "")
 
@@ -140,18 +135,12 @@ def answers_of(task: Task, result: Score, count: int) -> list[Answer]:
 
 
 def _prompt(question: Question) -> str:
-    if question.texts:
-        return _end(" | ".join(question.texts))
-    if isinstance(question.prompt, str):
-        return _end(question.prompt)
-    return _end(" | ".join(str(turn.get("content", "")) for turn in question.prompt))
+    """The end of a prompt, where the question is."""
+    turns = [] if isinstance(question.prompt, str) else [str(turn.get("content", "")) for turn in question.prompt]
+    text = " | ".join(question.texts or turns) or str(question.prompt)
+    return text if len(text) <= MOST_CHARACTERS else f"… {text[-MOST_CHARACTERS:]}"
 
 
 def _cut(text: str) -> str:
     """The beginning of an answer."""
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} …"
-
-
-def _end(text: str) -> str:
-    """The end of a prompt, where the question is."""
-    return text if len(text) <= MOST_CHARACTERS else f"… {text[-MOST_CHARACTERS:]}"

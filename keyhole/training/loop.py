@@ -20,7 +20,7 @@ from keyhole.training.checks import Divergence, FirstSteps
 from keyhole.training.evaluation import Evaluation
 from keyhole.training.metrics import QueuedStep, Recorder, token_count
 from keyhole.training.records import Journaling, MetricsFile
-from keyhole.training.reports import Reports, Trace
+from keyhole.training.reports import Reports
 from keyhole.training.run import Command, Run
 from keyhole.training.saving import Saver
 from keyhole.training.signals import EXIT_INTERRUPTED
@@ -44,7 +44,7 @@ class Leader:
         run, self.display, self.page = self.run, self.reports.display, self.reports.page
         self.recorder = run.recorder = Recorder(run.model.device, run.note, run.say, self.saver.newest_good)
         run.observers += [self.metrics, *([] if self.journal is None else [self.journal])]
-        run.observers += [Trace(run, self.page.story), self.reports, Divergence(run.say, self.metrics.kept)]
+        run.observers += [self.reports, Divergence(run.say, self.metrics.kept)]
         run.observers += [FirstSteps(run, self.page.story), self.evaluation, self.saver]
         run.model.call_others = lambda what: run.call(Command[what.upper()])
 
@@ -79,7 +79,7 @@ class Leader:
 
     def loop(self) -> int:
         run = self.run
-        if run.done > 0 and run.here:  # the evaluation or save may be missing
+        if run.done > 0 and not run.origin.elsewhere:  # the evaluation or save may be missing
             self.after_step()
         while True:
             if run.is_asked() and (run.done < run.total or self.evaluation.gave_up):
@@ -98,10 +98,9 @@ class Leader:
             observer.before_step(batches)
         loss = run.update(batches)
         update = None if self.journal is None else run.method.journal_update()
-        count, where = token_count(batches), loader.where()
-        record = QueuedStep(step, loss, run.rate, loader.epoch, count, where, run.method.metrics(), update)
-        record.position = loader.position
-        self.recorder.add(record)
+        known = {"learning_rate": run.rate, "epoch": loader.epoch, "tokens": token_count(batches)}
+        entry = {"step": step, "loss": loss, **known, **run.method.metrics()}
+        self.recorder.add(QueuedStep(entry, loader.where(), update, loader.position))
 
     def after_step(self) -> None:
         self.run.ends = self.run.ends or self.evaluation.selection.out_of_time()

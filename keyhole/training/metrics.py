@@ -19,9 +19,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -50,16 +49,11 @@ class Reading:
 
 @dataclass
 class QueuedStep:
-    """The record of a step that has been queued. `extra` may hold scalars on the device; `update` is the vector
-    that a journal records, and `position` the position in the data after the step."""
+    """A step that has been queued. entry: its line of metrics.jsonl, with a scalar on the device for every number that
+    is not known yet; batch: its samples; update, position: as in `Reading`."""
 
-    step: int
-    loss: torch.Tensor
-    learning_rate: float
-    epoch: float
-    tokens: int
+    entry: Entry
     batch: str
-    extra: dict[str, Any] = field(default_factory=dict)
     update: torch.Tensor | None = None
     position: tuple[int, int] = (0, 0)
 
@@ -90,7 +84,7 @@ class Recorder:
 
     def _send(self, record: QueuedStep) -> torch.Tensor:
         """The numbers of a record as one vector on the host; on a GPU the copy is asynchronous."""
-        found = [record.loss, *record.extra.values(), record.update]
+        found = [*record.entry.values(), record.update]
         tensors = [each.detach() for each in found if isinstance(each, torch.Tensor)]
         numbers = torch.cat([each.reshape(-1).to(self.device, torch.float32) for each in tensors])
         if self.device.type != "cuda":
@@ -109,32 +103,21 @@ class Recorder:
     def _read(self, record: QueuedStep, sent: torch.Tensor, done: "Stamp") -> None:
         seconds, self.clock = done.seconds_since(self.clock), done  # waits for the copy
         numbers = iter(sent.tolist())
-        entry: Entry = {
-            "step": record.step,
-            "loss": next(numbers),
-            "learning_rate": record.learning_rate,
-            "epoch": record.epoch,
-            "tokens": record.tokens,
-            "seconds": seconds,
-            "tokens_per_second": record.tokens / max(seconds, 1e-9),
-        }
-        extra = {
-            name: next(numbers) if isinstance(value, torch.Tensor) else float(value)
-            for name, value in record.extra.items()
-        }
-        bad = ", ".join(f"{name} is {value}" for name, value in extra.items() if not math.isfinite(value))
+        entry = {name: next(numbers) if isinstance(x, torch.Tensor) else x for name, x in record.entry.items()}
+        bad = ", ".join(f"{name} is {x}" for name, x in entry.items() if name != "loss" and not math.isfinite(x))
+        entry |= {"seconds": seconds, "tokens_per_second": entry["tokens"] / max(seconds, 1e-9)}
         broken = None if math.isfinite(entry["loss"]) else f"the loss is {entry['loss']}"
         if broken is None:
             self.skips = self.skips + 1 if bad else 0
             if bad:
-                self.warn(f"warning: step {record.step}: {bad}; such an update is left out")
+                self.warn(f"warning: step {entry['step']}: {bad}; such an update is left out")
             broken = f"{bad}, for {self.skips} steps in a row" if self.skips >= MOST_SKIPS else None
         update = list(numbers) if record.update is not None and broken is None else None
-        self.note(Reading(entry | memory_gib(self.device) | extra, update, record.position))
+        self.note(Reading(entry | memory_gib(self.device), update, record.position))
         if broken is not None:
             good = self.last_good()
             raise NonFinite(
-                f"step {record.step}: {broken}; its update was not applied and nothing was overwritten\n"
+                f"step {entry['step']}: {broken}; its update was not applied and nothing was overwritten\n"
                 f"  batch: {record.batch}\n"
                 f"  {f'the last good checkpoint is {good}' if good else 'no checkpoint was written before it'}\n"
                 "  likely: a learning rate that is too high (try a third of it), float16 (try dtype=bfloat16), or "

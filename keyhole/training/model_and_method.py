@@ -17,13 +17,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 import keyhole
 from keyhole import ops
-from keyhole.assets import MODEL, locate
 from keyhole.checkpoint import select
 from keyhole.checkpoint.resume import Origin
 from keyhole.checkpoint.writer import method_state
@@ -55,13 +53,12 @@ from keyhole.training.schedule import Schedule
 def make_schedule(config: TrainConfig, steps_per_epoch: int) -> Schedule:
     """Rates for max_steps, or for the steps of num_train_epochs, rounded up as Hugging Face does. The method may refuse
     the number of steps if it follows from the data; other settings were checked before."""
-    rate = config.learning_rate
     total = total_steps(config, steps_per_epoch)
     for key, fault in own_settings(config).faults(replace(around(config), max_steps=total)):
         raise UserError(f"{key}: {fault}")
-    peak = float(rate) if isinstance(rate, float | int) else 1.0  # auto: the schedule is a factor of the found rate
-    kind, share, steps = config.lr_scheduler_type, config.warmup_ratio, config.warmup_steps
-    return Schedule(kind, peak, total, share, config.min_lr_ratio, steps)
+    assert config.learning_rate is not None  # the config is resolved
+    warmup = config.warmup_ratio, config.min_lr_ratio, config.warmup_steps
+    return Schedule(config.lr_scheduler_type, config.learning_rate, total, *warmup)
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
@@ -105,12 +102,6 @@ def weights_source(config: TrainConfig, choice: select.Choice) -> str:
     return config.model if original else str(choice.path)
 
 
-def shares_tokenizer(config: TrainConfig, choice: select.Choice) -> bool:
-    """Whether the model is read from the directory of the data's tokenizer. (That of a hub id would be named after the
-    hub.)"""
-    return weights_source(config, choice) == config.model and Path(locate(config.model, MODEL)).is_dir()
-
-
 def make_method(model: Model, config: TrainConfig, origin: Origin, data: Data) -> Method:
     """The method, with the state of the checkpoint, on a model that has been adapted to the data: its end tokens,
     labels and chat template."""
@@ -127,10 +118,8 @@ def make_method(model: Model, config: TrainConfig, origin: Origin, data: Data) -
     if path is not None and state is not None:
         try:
             method.load_state_dict(method_state(path, state))
-        except UserError:
-            raise
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
-            if out_of_memory(error) is not None:
+            if isinstance(error, UserError) or out_of_memory(error) is not None:
                 raise
             said = f"{type(error).__name__}: {error}"
             raise UserError(f"--resume: the optimizer's state in {path} does not fit this run: {said}") from error
@@ -181,13 +170,9 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     return [[*model, *weights], where]
 
 
-def title(method: str, model: str) -> str:
-    return f"keyhole {keyhole.__version__}: {method} on {model}"
-
-
 def block(method: str, model: str, groups: Iterable[Iterable[object]]) -> list[str]:
     """All lines, indented under the title."""
-    return [title(method, model), *(f"  {line}" for group in groups for line in group)]
+    return [f"keyhole {keyhole.__version__}: {method} on {model}", *(f"  {line}" for group in groups for line in group)]
 
 
 def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype, keeps_base: bool = False) -> list[str]:
@@ -225,11 +210,7 @@ def device_line(asked_device: str | None, device: torch.device) -> str:
 def machine_lines(asked_device: str | None, model: Model, method: Method) -> list[str]:
     """Device, dtype and placement with their reasons, the method's decisions, and kernels."""
     device = device_line(asked_device, model.device)
-    fast = (
-        []
-        if method.settings.deterministic
-        else ["deterministic=false: torch's fastest attention; bits are not promised"]
-    )
+    fast = [] if method.settings.deterministic else ["deterministic=false: bits of attention are not promised"]
     return [device, *model.describe(), *method.describe(), *fast, *_frozen_head(model, method), ops.describe()]
 
 
@@ -241,9 +222,8 @@ def _frozen_head(model: Model, method: Method) -> list[str]:
     names = [name for name in frozen if name.rpartition(".")[0] not in adapted]
     if not names:
         return []
-    row, layers = METHODS[method.name], ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in names))
-    adapters = f"leave {row.section}.target_modules out, or add {layers}, for adapters there ({layers} not in `freeze`)"
-    instead = adapters if row.keeps_base else f"take {layers} out of `freeze`"
+    layers = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    instead = f"take {layers} out of `freeze`" + (", or into target_modules" if METHODS[method.name].keeps_base else "")
     return [f"warning: head: {', '.join(names)}: drawn from the seed, and not trained; {instead}"]
 
 
@@ -252,22 +232,22 @@ def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_ep
     micro, accumulation = config.batch_size, config.gradient_accumulation_steps
     rows = "rows of packed samples" if config.packing else "samples"
     split = f" ({accumulation} micro-batches of {micro})" if accumulation > 1 else ""
-    why = "max_steps" if config.max_steps is not None else f"num_train_epochs={config.num_train_epochs:g}"
+    key = "max_steps" if config.max_steps is not None else "num_train_epochs"
+    why = key if config.max_steps is not None else f"{key}={config.num_train_epochs:g}"
     begun = f", {first} done" if first else ""
-    kept = "all are kept" if config.save_total_limit is None else f"the newest {config.save_total_limit} are kept"
-    every = f"every {config.save_steps} steps" if config.save_steps else ""
-    if config.save_model:
-        every += " and at the end" if every else "at the end"
-    saves = f"a checkpoint {every}, {kept}" if every else "no checkpoint"
-    saves += "" if config.save_model else "; no model is saved (save_model=false)"
-    warm = counted(schedule.warmup_steps, "step") + " of warm-up"
-    warm += ": the run ends before the peak" if schedule.warmup_steps >= schedule.total else ""
-    over = f"nothing is left to train: {counted(first, 'step')} done of {schedule.total}; to go on, raise "
-    over += "max_steps" if config.max_steps is not None else "num_train_epochs"
-    epoch = f"an epoch is {counted(steps_per_epoch, 'step')} of {micro * accumulation} {rows}{split}"
-    return [
-        f"steps: {schedule.total} ({why}){begun}; {epoch}",
-        *([over] if first and first >= schedule.total else []),
-        f"learning rate: {schedule.kind}, peak {schedule.peak:g}, {warm}",
-        f"output: {config.output_dir}; {saves}",
+    lines = [
+        f"steps: {schedule.total} ({why}){begun}; an epoch is {counted(steps_per_epoch, 'step')} of "
+        f"{micro * accumulation} {rows}{split}"
     ]
+    if first and first >= schedule.total:
+        done = f"{counted(first, 'step')} done of {schedule.total}"
+        lines.append(f"nothing is left to train: {done}; to go on, raise {key}")
+    never = ": the run ends before the peak" if schedule.warmup_steps >= schedule.total else ""
+    warm = f"{counted(schedule.warmup_steps, 'step')} of warm-up{never}"
+    lines.append(f"learning rate: {schedule.kind}, peak {schedule.peak:g}, {warm}")
+    times = [f"every {config.save_steps} steps"] if config.save_steps else []
+    times += ["at the end"] if config.save_model else []
+    kept = "all are kept" if config.save_total_limit is None else f"the newest {config.save_total_limit} are kept"
+    saves = f"a checkpoint {' and '.join(times)}, {kept}" if times else "no checkpoint"
+    unsaved = "" if config.save_model else "; no model is saved (save_model=false)"
+    return [*lines, f"output: {config.output_dir}; {saves}{unsaved}"]

@@ -15,7 +15,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keyhole import assets
 from keyhole.config import TrainConfig
@@ -34,19 +34,16 @@ DEFAULT = {"batch_size": 4, "max_length": 1024, "max_steps": 1000}
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The parsed arguments. machine: None if it is to be detected; is_here: `--machine here` was given; names_method:
-    the method is asked for (else a config is made for the model)."""
+    """The parsed arguments; --tokens is in the config. machine: None if it is to be detected; names_method: the method
+    is asked for (else a config is made for the model)."""
 
     config: TrainConfig
     names_method: bool
-    batch: int
-    length: int
     steps: int | None
     gpu_bytes: int | None
     ram_bytes: int | None
     link: float | None
-    machine: Rates | None
-    is_here: bool
+    machine: Rates | str | None
     measure: bool
 
 
@@ -63,29 +60,23 @@ def check_plan(
     measure: bool = False,
 ) -> PlanRequest:
     """Parses options and config and checks that the model exists; UserError names the first mistake."""
-    is_here = machine is not None and machine.lower() == HERE
-    rates = None if machine is None or is_here else profile(machine)
-    ram_bytes, link_rate, gpu_bytes = _bytes("--ram", ram), _rate(link), _bytes("--gpu", gpu)
-    shape = _tokens(tokens)
+    rates = machine if machine is None or machine.lower() == HERE else profile(machine)
+    ram_bytes, gpu_bytes = _bytes("--ram", ram), _bytes("--gpu", gpu)
+    rate = None if link is None else _bytes("--link", link.strip().removesuffix("/s"))
+    shape = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,7})", (tokens or "1x1").strip().lower())
+    if rate == 0:
+        raise UserError(f"--link: {link!r} is no rate, such as 25GB/s")
+    if shape is None:
+        raise UserError(f"--tokens: found {tokens!r}, expected samples x tokens, such as 4x1024")
     named, words = split_words([model, *overrides])
     config, is_config = _config(named, words)
+    if tokens:
+        config = replace(config, batch_size=int(shape[1]), max_length=int(shape[2]))
     if gpu_bytes is None and config.gpu_memory is not None:
         gpu_bytes = int(config.gpu_memory)
-    batch, length = shape or (config.batch_size, config.max_length or DEFAULT["max_length"])
     check_directory(config.model)
-    return PlanRequest(
-        config,
-        is_config or any(word.startswith("method=") for word in words),
-        batch,
-        length,
-        steps,
-        gpu_bytes,
-        ram_bytes,
-        link_rate,
-        rates,
-        is_here,
-        measure,
-    )
+    asks = is_config or any(word.startswith("method=") for word in words)
+    return PlanRequest(config, asks, steps, gpu_bytes, ram_bytes, rate, rates, measure)
 
 
 def _config(named: str | None, words: list[str]) -> tuple[TrainConfig, bool]:
@@ -105,25 +96,8 @@ def _config(named: str | None, words: list[str]) -> tuple[TrainConfig, bool]:
     return parse_config(json.dumps(made | {"model": model}), words, source="plan", where="")[0], False
 
 
-def _tokens(text: str | None) -> tuple[int, int] | None:
-    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,7})", "1x1" if text is None else text.strip().lower())
-    if match is None:
-        raise UserError(f"--tokens: found {text!r}, expected samples x tokens, such as 4x1024")
-    return None if text is None else (int(match[1]), int(match[2]))
-
-
 def _bytes(option: str, text: str | None) -> int | None:
     try:
         return None if text is None else int(Bytes.parse(text))
     except ValueError as error:
         raise UserError(f"{option}: {text!r} is not {error}") from error
-
-
-def _rate(text: str | None) -> float | None:
-    try:
-        rate = None if text is None else float(Bytes.parse(text.strip().removesuffix("/s")))
-    except ValueError:
-        rate = 0.0
-    if rate == 0.0:
-        raise UserError(f"--link: {text!r} is no rate, such as 25GB/s")
-    return rate

@@ -9,7 +9,7 @@ The arguments have been checked before (plan_request.py). The machine is, in thi
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -36,35 +36,25 @@ from keyhole.training.plan_request import DEFAULT, PlanRequest
 RESERVE_BYTES = GIB  # left free on a card for the CUDA context and the desktop
 
 
-@dataclass(frozen=True)
-class Found:
-    """The question, the lines to print about it, and the row that the config asks for (None: no particular row)."""
-
-    question: Question
-    lines: list[str]
-    method: str | None = None
-    placement: str | None = None
-    wire: str | None = None
-
-
-def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> Found:
-    """Reads the model's config, and determines the machine."""
-    config, named = request.config, request.names_method
+def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> tuple[Question, list[str]]:
+    """Reads the model's config, and determines the machine: the question, and the lines to print about it."""
+    config = request.config
+    batch, length = config.batch_size, config.max_length or DEFAULT["max_length"]
     source = find_source(config.model, download=False)
     rates, device, gpu_bytes, ram_bytes = _machine(request, say)
     outline = source.outline(config.dtype or AUTO, device, config.method, config.freeze, config.expert_units)
     choice, module = outline.choice, outline.module
     # steps of AdamW that learn what the config's steps of its method learn
     steps: float = config.max_steps or DEFAULT["max_steps"]
-    steps = steps / METHODS[config.method].steps if named and config.max_steps else steps
+    steps = steps / METHODS[config.method].steps if request.names_method and config.max_steps else steps
     question = Question(
         module=module,
         dtype=choice.dtype,
         rates=rates,
         gpu_bytes=gpu_bytes,
         host_bytes=ram_bytes,
-        batch=request.batch,
-        length=request.length,
+        batch=batch,
+        length=length,
         accumulation=config.gradient_accumulation_steps,
         steps=request.steps or steps,
         clips=config.max_grad_norm is not None,
@@ -76,7 +66,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         chooses=config.loss == "candidates",
     )
     room = f"{about(gpu_bytes)} of GPU memory and " if gpu_bytes is not None else ""
-    samples, count = f"{counted(request.batch, 'sample')} of {counted(request.length, 'token')}", question.accumulation
+    samples, count = f"{counted(batch, 'sample')} of {counted(length, 'token')}", question.accumulation
     numel = sum(p.numel() for p in module.parameters())
     lines = [
         f"model: {type(module).__name__}, {numel:,} parameters, {NAMES[choice.dtype]} ({choice.reason})",
@@ -85,33 +75,27 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         f"room: {room}{about(ram_bytes)} of host memory",
         f"step: {samples}" if count == 1 else f"step: {count:,} micro-batches, each {samples}",
     ]
-    wanted = (config.method, config.placement, config.wire) if named else (None, None, None)
-    return Found(question, lines, *wanted)
+    return question, lines
 
 
 def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, torch.device | None, int | None, int]:
     """The machine's rates, the device if it is this machine, and the GPU and host memory that may be used."""
-    gpu_bytes, rates, device = request.gpu_bytes, request.machine, None
-    if rates is None:
-        device = choose_device(request.config.device)
-        if device.type == "cpu" and gpu_bytes is not None and not request.is_here:
-            large = [key for key, each in PROFILES.items() if (each.gpu_bytes or 0) >= gpu_bytes]
-            name, device = large[0] if large else list(PROFILES)[-1], None
-            rates = PROFILES[name]
-            why = f"the largest that is known, as if it had {about(gpu_bytes)}"
-            if large:
-                why = f"the smallest that has {about(gpu_bytes)}"
-            say(f"there is no GPU here: planned for --machine {name}, {why}")
+    rates, gpu_bytes, ram_bytes = request.machine, request.gpu_bytes, host_memory().available_bytes
+    device = None if isinstance(rates, Rates) else choose_device(request.config.device)
+    if rates is None and device is not None and device.type == "cpu" and gpu_bytes is not None:
+        large = [key for key, each in PROFILES.items() if (each.gpu_bytes or 0) >= gpu_bytes]
+        name, device = large[0] if large else list(PROFILES)[-1], None
+        rates = PROFILES[name]
+        why = f"the smallest that has {about(gpu_bytes)}" if large else "the largest that is known"
+        say(f"there is no GPU here: planned for --machine {name}, {why}")
+    if device is not None:
+        rates = rates_of(device, request.measure, say)
+        free = int(USABLE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+        gpu_bytes = None if free is None else gpu_bytes or free
+    assert isinstance(rates, Rates)
     if device is None:
-        assert rates is not None  # of --machine, or of the smallest known one
         gpu_bytes = (rates.gpu_bytes or 0) - RESERVE_BYTES if gpu_bytes is None else gpu_bytes
         ram_bytes = int(USABLE * rates.host_bytes)
-    else:
-        rates, ram_bytes = rates_of(device, request.measure, say), host_memory().available_bytes
-        if device.type != "cuda":
-            gpu_bytes = None
-        elif gpu_bytes is None:
-            gpu_bytes = int(USABLE * torch.cuda.mem_get_info(device)[0])
     if request.ram_bytes is not None:
         ram_bytes = request.ram_bytes
         rates = replace(rates, host_bytes=ram_bytes)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from keyhole.checkpoint.journal import Header, Record, Writer
-from keyhole.checkpoint.resume import Origin, continued
+from keyhole.checkpoint.resume import continued
 from keyhole.checkpoint.state import State
 from keyhole.disk.files import open_regular, replacing
 from keyhole.disk.json_text import json_text
@@ -145,13 +145,6 @@ class Journaling(Observer):
         self.writer.sync()
         return True
 
-    def has(self, step: int) -> bool:
-        """Whether the journal is on the disk up to this step, so that a resume can replay it."""
-        try:
-            return self.flush_up_to(step)
-        except OSError:
-            return False
-
     def close(self) -> None:
         """Writes and flushes the remaining records; prints a warning if that fails."""
         try:
@@ -166,10 +159,10 @@ def journaled(method: Method) -> ZO:
     return method
 
 
-def open_journal(run: Run, origin: Origin, about: State) -> Journaling:
+def open_journal(run: Run, about: State) -> Journaling:
     """The journal of this run, new or continued, opened after the weights are loaded and the directory is created.
     about: what checkpoints say of the run."""
-    method, data, path = journaled(run.method), run.data, origin.choice.path
+    method, data, path = journaled(run.method), run.data, run.origin.choice.path
     header = Header(
         base=about.base or "" if path is None else "",
         first=0,
@@ -188,5 +181,5 @@ def open_journal(run: Run, origin: Origin, about: State) -> Journaling:
         versions=about.versions,
         run=about.run,
     )
-    writer = continued(origin, header.source, run.directory.journal, header, run.config.journal_sync)
+    writer = continued(run.origin, header.source, run.directory.journal, header, run.config.journal_sync)
     return Journaling(writer, method, run.say)

@@ -8,36 +8,28 @@ a hundred times as old as it took to make, so it takes at most 1 % of the time, 
 is written before the first step and the last one when the run ends, also after an error.
 """
 
-import importlib.util
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from keyhole.config import to_yaml
 from keyhole.data.preview import marked
-from keyhole.data.run import Data
-from keyhole.disk.files import replacing, write_text
-from keyhole.model.batch import Batch
-from keyhole.offload.timeline import Timeline
+from keyhole.disk.files import write_text
 from keyhole.report.curves import Curves
-from keyhole.report.entries import Entry, read_metrics
+from keyhole.report.entries import Entry
 from keyhole.report.page import make_page, now
-from keyhole.report.parts import busy_seconds
 from keyhole.report.story import FAILED, PAGE, RUNNING, STORY, Sample, Story, View, read_story, write_story
 from keyhole.training.display import Display
 from keyhole.training.metrics import Reading, resident_bytes
 from keyhole.training.planning import planned
-from keyhole.training.resume import flat_config
 from keyhole.training.run import Observer, Run
 from keyhole.training.rundir import RunDir
+from keyhole.training.start import flat_config
 from keyhole.training.trackers import About, Tracker, open_trackers
 
 AGAIN = "it is tried again"
 EVERY_S, COST = 10.0, 100.0
-TRACED = 3
 
 
 class RunPage:
@@ -123,48 +115,10 @@ class Reports(Observer):
         self._try(what, act, "the page goes without")
 
     def close(self) -> None:
-        """Closes the trackers and the page, and draws the curve; prints what failed."""
+        """Closes the trackers and the page; prints what failed."""
         for each in self.trackers:
             self._try(f"report_to: {each.name}", each.close, "some entries are lost")
         self._try("writing run/report.html", self.page.close, "the numbers are in run/metrics.jsonl")
-        self._try("drawing run/loss.png", self._draw, "the numbers are in run/metrics.jsonl")
-
-    def _draw(self) -> None:
-        view = self.page.view
-        if plot_loss(self.directory.metrics, self.directory.curve, view.story.title, view.by_candidates):
-            self.display.line(f"curve: {self.directory.curve}")
-
-
-def plot_loss(metrics: Path, picture: Path, title: str, by_candidates: bool = False) -> bool:
-    """Draws run/loss.png from the metrics file: single steps faintly, their running mean, evaluations. False without
-    steps, or without matplotlib. by_candidates: the loss of training is per question, so that of evaluations, per
-    token, gets an axis of its own."""
-    entries = read_metrics(metrics)
-    steps = [(entry["step"], entry["loss"]) for entry in entries if entry.get("loss") is not None]
-    evals = [(entry["step"], entry["eval_loss"]) for entry in entries if entry.get("eval_loss") is not None]
-    if not steps or importlib.util.find_spec("matplotlib") is None:
-        return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes, ((x, y), window) = figure.subplots(), (zip(*steps, strict=True), max(5, len(steps) // 50))
-    sums = list(accumulate(y, initial=0.0))
-    means = [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]
-    axes.plot(x, y, color="tab:blue", alpha=0.25, linewidth=1)
-    lines = axes.plot(x, means, color="tab:blue", label=f"train (mean of {window} steps)")
-    per_row = any("eval_rows" in entry for entry in entries)  # a classifier's
-    unit = "over candidates (nats per question)" if by_candidates else "per row" if per_row else "(nats per token)"
-    axes.set(xlabel="step", ylabel=f"loss {unit}", title=title)
-    axes.grid(alpha=0.3)
-    if evals:
-        beside = axes.twinx() if by_candidates else axes
-        lines += beside.plot(*zip(*evals, strict=True), color="tab:orange", marker="o", label="eval")
-        beside.set_ylabel("loss (nats per token)" if by_candidates else axes.get_ylabel())
-    axes.legend(handles=lines)
-    with replacing(picture) as file:
-        FigureCanvasAgg(figure).print_png(file)
-    return True
 
 
 def open_reports(
@@ -180,51 +134,12 @@ def open_reports(
     if before is not None and before.run == story.run:
         before.went_back(run.first)
         story.answers, story.began, story.events = before.answers, before.began or story.began, before.events
-        story.lanes, story.traced_step, story.traced_s = before.lanes, before.traced_step, before.traced_s
     for entry in kept:
         curves.add(entry)
     view = View(name, directory.run, story, curves, machine, to_yaml(config), {"loss": config.loss})
     about = About(directory.run, run_id or name, name, run.first, flat_config(config))
     made = Reports(directory, RunPage(view), open_trackers(config.report_to, about), display)
-    made.tell("rows of the data", partial(add_samples, story, run.data, model.tokenizer))
+    rows = partial(marked, run.data.train.dataset, model.tokenizer, labels=run.data.labels)
+    made.tell("rows of the data", lambda: story.samples.extend(Sample(r.where, r.about, r.runs) for r in rows()))
     made.begin()
     return made
-
-
-def add_samples(story: Story, data: Data, tokenizer: Any) -> None:
-    """The first rows of the training data."""
-    rows = marked(data.train.dataset, tokenizer, labels=data.labels)
-    story.samples = [Sample(row.where, row.about, row.runs) for row in rows]
-
-
-class Trace(Observer):
-    """Traces the TRACED-th step of this process for the page, when buffers are filled and kernels are compiled; its
-    events cost some microseconds per unit, once."""
-
-    def __init__(self, run: Run, story: Story) -> None:
-        self.run, self.engine, self.story = run, run.model.engine, story
-        self.step = min(run.first + TRACED, run.total)
-        self.timeline: Timeline | None = None
-        self.seconds: float | None = None
-
-    def before_step(self, batches: list[Batch]) -> None:
-        if self.run.done + 1 == self.step:
-            self.crossed = self.engine.bytes_up, self.engine.bytes_down
-            self.engine.timeline = self.timeline = Timeline(cuda=self.engine.cuda)
-
-    def after_step(self) -> None:
-        if self.timeline is not None and self.timeline.enabled:
-            self.timeline.stop()
-            self.engine.timeline = Timeline(enabled=False)
-            up, down = self.engine.bytes_up - self.crossed[0], self.engine.bytes_down - self.crossed[1]
-            self.story.measured |= {"up_bytes": float(up), "down_bytes": float(down)}
-
-    def note(self, reading: Reading) -> None:
-        """When the traced step is complete, adds its trace to the page."""
-        if reading.step == self.step and "seconds" in reading.entry:
-            self.seconds = reading.entry["seconds"]
-        timeline = self.timeline
-        if timeline is None or timeline.enabled or self.seconds is None or not timeline.is_done():
-            return
-        story, self.timeline = self.story, None
-        story.lanes, story.traced_step, story.traced_s = busy_seconds(timeline.rows()), self.step, self.seconds

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from keyhole.checkpoint.resume import Origin
 from keyhole.checkpoint.state import read_state
 from keyhole.checkpoint.writer import method_state
 from keyhole.config import TrainConfig
@@ -74,8 +75,7 @@ class Observer:
 
 @dataclass(kw_only=True)
 class Run:
-    """A run on one rank. done: number of its steps so far, `first` of them before this process; here: those were done
-    in this directory, where the evaluation or save due after the last of them may be missing; rate: of the last step;
+    """A run on one rank. done: number of its steps so far, `first` of them before this process; rate: of the last step;
     ends: why it ends after this one. Only the leader has observers and a recorder."""
 
     config: TrainConfig
@@ -83,8 +83,7 @@ class Run:
     data: Data
     judge: Judge
     schedule: Schedule
-    first: int
-    here: bool
+    origin: Origin
     model: Model
     method: Method
     interrupts: Interrupts
@@ -95,7 +94,7 @@ class Run:
     ends: str | None = None
 
     def __post_init__(self) -> None:
-        self.total, self.done = self.schedule.total, self.first
+        self.total, self.first, self.done = self.schedule.total, self.origin.step, self.origin.step
 
     @property
     def is_last(self) -> bool:

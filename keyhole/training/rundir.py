@@ -4,7 +4,7 @@
       checkpoint-N/        the same plus keyhole_state.json and optimizer.safetensors
       run/keyhole.json     the marker: this directory is ours; the format's version, and the id of the run
       run/config.yaml      every setting of the run      run/env.json   versions and hardware
-      run/metrics.jsonl    one line per step             run/loss.png   the curve      run/log.txt   what was printed
+      run/metrics.jsonl    one line per step             run/log.txt    what was printed
       run/report.html      the run as a page             run/report.json   its contents besides the metrics
       run/journal          zeroth-order: one record per step (checkpoint/journal.py)
       run/lock             held by the process that writes here
@@ -33,23 +33,14 @@ from keyhole.checkpoint import journal
 from keyhole.checkpoint.resume import Place
 from keyhole.checkpoint.select import checkpoints, finish_deletion, numbered
 from keyhole.checkpoint.state import STATE
-from keyhole.disk.files import (
-    flush,
-    make_directories,
-    open_regular,
-    read_small,
-    remove,
-    staged,
-    try_place,
-    write_text,
-    writing_to,
-)
+from keyhole.disk.files import make_directories, open_regular, read_small, remove, try_place, write_text, writing_to
 from keyhole.disk.json_text import json_text
 from keyhole.disk.weight_files import stored_weights
 from keyhole.errors import UserError
 from keyhole.ranks.join import others_launched
 
 FORMAT = 1
+NEW = "choose a new or empty directory"
 MARKER_BYTES = 2**20
 WRITTEN = {"keyhole.json", "config.yaml", "env.json", "metrics.jsonl", "lock"}  # no run begins without these
 # Leftovers of a killed process, half-written (names: disk/files.py). Only our own; the lock is held, so no process is
@@ -64,7 +55,7 @@ class RunDir:
     def __init__(self, root: Path) -> None:
         self.root, self.run = root, root / "run"
         self.marker, self.metrics, self.log = (self.run / name for name in ("keyhole.json", "metrics.jsonl", "log.txt"))
-        self.curve, self.journal, self.lock = (self.run / name for name in ("loss.png", "journal", "lock"))
+        self.journal, self.lock = self.run / "journal", self.run / "lock"
 
     @property
     def is_ours(self) -> bool:
@@ -76,12 +67,10 @@ class RunDir:
         if not self.is_ours:
             return None
         try:
-            about = json.loads(read_small(self.marker, MARKER_BYTES))
-            if not isinstance(about, dict):
-                raise ValueError("it holds no object {...}")
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"output_dir: {self.marker} cannot be read: {error}; {self.way_out()}") from error
-        return found if isinstance(found := about.get("run"), str) else None
+            found = json.loads(read_small(self.marker, MARKER_BYTES)).get("run")
+        except (OSError, ValueError, RecursionError, AttributeError) as error:
+            raise UserError(f"output_dir: {self.marker} cannot be read: {error}; {NEW}") from error
+        return found if isinstance(found, str) else None
 
     @property
     def has_steps(self) -> bool:
@@ -104,12 +93,6 @@ class RunDir:
         """What `--resume` needs to know about this directory."""
         return Place(self.root, self.journal, self.run_id, self.holds)
 
-    def way_out(self) -> str:
-        """Advice where the run cannot be identified: resume one of its checkpoints into another output_dir."""
-        newest = checkpoints(self.root)[-1:]
-        other = f"; its newest checkpoint goes on there with --resume {newest[0]}" if newest else ""
-        return f"choose a new or empty directory{other}"
-
 
 class Lock:
     """One process per directory; acquired once, as soon as run/ exists."""
@@ -122,15 +105,14 @@ class Lock:
         """Acquires the lock if its directory exists and we do not hold it yet; UserError names the holder."""
         if self.file is not None or not self.path.parent.is_dir():
             return
-        try:
+        with writing_to(self.path):
             file = open_regular(self.path, os.O_RDWR | os.O_CREAT)
             content = os.pread(file, 32, 0)
-        except OSError as error:
-            raise UserError(f"output_dir: cannot write to {self.path}: {error.strerror}") from error
         if not LOCK_CONTENT.fullmatch(content):
             os.close(file)
-            stays = "is no lock of keyhole, and stays as it is"
-            raise UserError(f"output_dir: {self.path} {stays}; choose another output_dir")
+            raise UserError(
+                f"output_dir: {self.path} is no lock of keyhole, and stays as it is; choose another output_dir"
+            )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -167,14 +149,12 @@ def inspect(output_dir: str, resume: bool, lock: Lock | None = None) -> RunDir:
     check_place(found.root)
     if not os.path.lexists(found.root):
         return found
-    _refuse_links(found.run)
-    stranger = None if found.is_ours else _first_file(found.root)
+    with writing_to(found.root):
+        _refuse_links(found.run)
+        stranger = None if found.is_ours else _first_file(found.root)
     if stranger is not None:
-        ours = f", and run/{found.marker.name} is not there" if checkpoints(found.root) else ""
-        raise UserError(
-            f"output_dir: {found.root} holds files that keyhole did not write (such as {stranger.name}){ours}; "
-            f"{found.way_out()}"
-        )
+        what = f"holds files that keyhole did not write (such as {stranger.name})"
+        raise UserError(f"output_dir: {found.root} {what}; {NEW}")
     if lock is not None and (resume or found.holds is None):  # another run may add to it until it is taken
         lock.take()
     if not resume and found.holds is not None:
@@ -188,56 +168,42 @@ def check_place(root: Path) -> None:
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.stat(root)
-    except (OSError, ValueError) as error:  # too long, no permission, or a zero byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"output_dir: {str(root)[:200]!r} is not possible: {reason}") from error
-    place = next(place for place in (root, *root.absolute().parents) if os.path.lexists(place))
-    if not place.is_dir():
-        what = "a link that leads nowhere" if place.is_symlink() else "a file"
-        raise UserError(f"output_dir: {place} is {what}; choose a directory")
-    for above in Path(os.path.abspath(root)).parents:
-        if (above / STATE).is_file():
+        place = next(place for place in (root, *root.absolute().parents) if os.path.lexists(place))
+        if not place.is_dir():
+            what = "a link that leads nowhere" if place.is_symlink() else "a file"
+            raise UserError(f"output_dir: {place} is {what}; choose a directory")
+        if above := [each for each in Path(os.path.abspath(root)).parents if (each / STATE).is_file()]:
             raise UserError(
-                f"output_dir: {root} is inside of {above}, a checkpoint, which its run will delete when it is too old, "
-                "except for other files; choose another output_dir"
+                f"output_dir: {root} is inside of {above[0]}, a checkpoint, which its run will delete when it is too "
+                "old, except for other files; choose another output_dir"
             )
-    try:
         try_place(root)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # too long, no permission, read-only, or a zero byte
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"output_dir: {error.filename} cannot be written to: no directory can be made in it ({error.strerror}); "
-            "choose another output_dir"
+            f"output_dir: {str(root)[:200]!r} is not possible: {reason}; choose another output_dir"
         ) from error
 
 
 def _refuse_links(run: Path) -> None:
     """Checks that run/ and its contents are directories and regular files, and the files of a run no directories."""
-    try:
-        entries = [run, *run.iterdir()] if run.is_dir() else [run]
-    except OSError as error:
-        raise UserError(f"output_dir: {run} cannot be read: {error.strerror}") from error
-    for path in entries:
-        if path.name in WRITTEN and path.is_dir():
-            what = "is a directory, and a run writes a file of that name"
-            raise UserError(f"output_dir: {path} {what}; move it away, or choose another output_dir")
-        if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+    for path in [run, *run.iterdir()] if run.is_dir() else [run]:
+        regular = not path.is_symlink() and (path.is_file() or (path.is_dir() and path.name not in WRITTEN))
+        if os.path.lexists(path) and not regular:
             raise UserError(
-                f"output_dir: {path} is a link, a pipe or a device, through which a run would write elsewhere; "
-                "replace it by what it stands for, or choose another output_dir"
+                f"output_dir: {path} is a link, a pipe, a device or a directory, where a run writes its own; move it "
+                "away, or choose another output_dir"
             )
 
 
 def _first_file(root: Path) -> Path | None:
     """Any file below `root`, except leftovers of a process that was killed before it wrote its marker."""
     early = {root / "run" / "lock", root / "run" / ".keyhole.json.tmp"}
-    try:
-        return next((p for p in root.rglob("*") if not p.is_dir() and p not in early), None)
-    except OSError as error:
-        raise UserError(f"output_dir: {root} cannot be read: {error.strerror}") from error
+    return next((path for path in root.rglob("*") if not path.is_dir() and path not in early), None)
 
 
 def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock: Lock, run_id: str | None) -> None:
-    """Creates the directory with its marker, checks that it is writable, and saves settings and environment."""
+    """Creates the directory with its marker, deletes what killed processes left, saves settings and environment."""
     with writing_to(found.root):
         make_directories(found.run)
         if lock.file is None:  # made just now, by this process or by another one
@@ -250,12 +216,6 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
                 remove(path)
         for path in numbered(found.root):
             finish_deletion(path)
-        with staged(found.root, "model") as temporary:  # the operations of a save, once before the first step
-            (temporary / "probe").write_bytes(b"keyhole")
-            flush(temporary / "probe")
-            os.replace(temporary / "probe", found.root / ".probe.tmp")
-            (found.root / ".probe.tmp").unlink()
-            flush(found.root)
         write_text(found.run / "config.yaml", config_yaml)
         write_text(found.run / "env.json", json_text(environment, indent=2) + "\n")
 

@@ -16,10 +16,11 @@ during training is tried again later; the save that ends a run is made neverthel
 """
 
 import errno
+import os
 import shutil
 import time
-from collections.abc import Callable, Collection
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from safetensors import SafetensorError
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.snapshot import Cancelled
-from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, State, read_state, verify
+from keyhole.checkpoint.state import OWN_FILES, Damaged, State, read_state
 from keyhole.checkpoint.writer import MARGIN_BYTES, Writer, Writing, saved_bytes
 from keyhole.config import TrainConfig
 from keyhole.errors import NonFinite, UserError
@@ -37,12 +38,12 @@ from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.sizes import GIB
 from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
-from keyhole.training.records import Journaling
+from keyhole.training.records import Journaling, MetricsFile
 from keyhole.training.run import Observer, Run
 from keyhole.training.validation import Selection
 
 RETRY_STEPS = 10
-RETRY_S, WAIT_S, PAUSE_S = 60.0, 3600.0, 2.0  # of the save that ends a run
+WAIT_S, PAUSE_S = 3600.0, 10.0  # of the save that ends a run
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Training continues after these errors, and if there is no memory for copies.
 CANNOT_SAVE = (OSError, Cancelled, SafetensorError, torch.AcceleratorError)
@@ -66,9 +67,10 @@ def describe(config: TrainConfig, writer: Writer) -> list[str]:
     """For the start block: how checkpoints are written, and the host memory that this needs."""
     if config.save_steps is None:
         return []
-    if writer.waits or not config.background_save:
-        why = "ranks write or share the weights" if writer.model.ranks.several else "background_save=false"
-        why = "its tensors are stored in another form" if writer.waits and config.background_save else why
+    if not config.background_save:
+        return ["checkpoints: training waits for each (background_save=false)"]
+    if writer.waits:
+        why = "ranks write or share the weights" if writer.model.ranks.several else "tensors are stored in another form"
         return [f"checkpoints: training waits for each ({why})"]
     most = f"at most {writer.pool_bytes / GIB:.2f} GiB more"
     return [f"checkpoints: written while training goes on; host memory meanwhile: {most}"]
@@ -87,8 +89,9 @@ def refuse_full_disk(root: Path, model: Model) -> None:
 class Saver(Observer):
     """Writes checkpoints of one run into its directory and keeps the newest few.
 
-    about describes the run in every checkpoint; the journal, if there is one, is flushed before a checkpoint gets its
-    name; the checkpoint of the best step of `selection` is kept; begin: the checkpoint that the run resumes from.
+    about describes the run in every checkpoint; metrics and the journal, if there is one, are flushed before a
+    checkpoint gets its name; the checkpoint of the best step of `selection` is kept; begin: the checkpoint that the run
+    resumes from.
     """
 
     def __init__(
@@ -97,47 +100,56 @@ class Saver(Observer):
         writer: Writer,
         about: State,
         *,
+        metrics: MetricsFile,
         journal: Journaling | None,
         selection: Selection,
         begin: Path | None,
     ) -> None:
-        self.run, self.writer, self.about, self.journal, self.selection = run, writer, about, journal, selection
+        self.run, self.writer, self.about, self.selection = run, writer, about, selection
+        self.metrics, self.journal = metrics, journal
         self.config, self.root, self.say = run.config, run.directory.root, run.say
-        self.best_step = self.best_saved()
         self.waits = writer.waits or not self.config.background_save
-        self.last_good = begin  # if it is in this directory, its step is not saved again
-        is_here = begin is not None and begin.resolve() == run.checkpoint(run.first).resolve()
-        self.last_step = run.first if is_here else None
+        own = run.checkpoint(run.first)  # a step whose checkpoint is the last good one is not saved again
+        self.last_good = own if begin is not None and begin.resolve() == own.resolve() else begin
         self.retry_at: int | None = None
 
-    def best_saved(self, damaged: Collection[int] = ()) -> int | None:
-        """The best step whose weights are in the output directory, or, if no model is saved, were tested; None if the
-        last weights are wanted."""
+    def best_saved(self, coming: Collection[int] = ()) -> int | None:
+        """The best step whose weights are, or are coming, in the output directory, or, if no model is saved, were
+        tested; None if the last weights are wanted."""
         if not self.config.load_best_model_at_end:
             return None
-        there = {select.step_of(path) for path in select.checkpoints(self.root)}.difference(damaged)
+        there = {*coming, *(select.step_of(path) for path in select.checkpoints(self.root))}
         best = self.selection.best_steps()
         return next((step for step in best if step in there or not self.config.save_model), None)
 
     def after_step(self) -> None:
-        """Saves if that is due; the saves that end a run are save_last and save_best."""
+        """Saves if that is due, or the step is the best so far; save_last ends a run."""
         self._report(self.writer.poll())
         step, every = self.run.done, self.config.save_steps
-        is_due = step != self.last_step and ((every is not None and step % every == 0) or step == self.retry_at)
-        if not is_due or self.run.is_last or self.run.is_asked():
+        keeps_best = self.config.load_best_model_at_end and self.config.save_model
+        is_best = keeps_best and self.selection.best_steps()[:1] == [step]
+        is_due = (every is not None and step % every == 0) or step == self.retry_at or is_best
+        if not is_due or self.last_good == self.run.checkpoint(step) or self.run.is_last or self.run.is_asked():
             return
         with self.run.paused() if self.waits or self.journal is None else nullcontext():
             self.wait()
             self.retry_at = None
-            try:
+            with self._trying(step):
                 self._begin(step)
-            except NonFinite:
-                raise
-            except UserError as error:
-                self._failed(step, error)
-                return
             if self.waits:
                 self.wait()
+
+    @contextmanager
+    def _trying(self, step: int) -> Iterator[None]:
+        """A save that fails in here is said, and another is tried later."""
+        try:
+            yield
+        except NonFinite:
+            raise
+        except UserError as error:
+            self.retry_at = self.run.done + RETRY_STEPS
+            kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
+            self.say(f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again by step {self.retry_at}")
 
     def wait(self) -> None:
         """Waits for a checkpoint that is being written."""
@@ -159,34 +171,40 @@ class Saver(Observer):
 
     def _begin(self, step: int, last: bool = False) -> None:
         """Starts the checkpoint of a step. last: it ends the run, and is written when this returns."""
-        loader, selection = self.run.data.train.state_dict(), self.selection.state_dict()
-        self.writer.begin(
-            self.run.checkpoint(step),
-            replace(self.about, step=step, loader=loader, selection=selection),
-            partial(self._make_room, step, dares_bytes=MARGIN_BYTES if last else 0),
-            partial(self._flush_journal, step, last),
-            partial(self._delete_old, self.config.save_total_limit, step),
-            waits=last or self.waits,
-        )
+        about = replace(self.about, step=step, loader=self.run.data.train.state_dict())
+        keep, best = self.config.save_total_limit, self.best_saved([step])
+
+        def prune(keep: int | None, say: Callable[[str], None]) -> None:
+            select.prune(self.root, keep, step, say, best)
+
+        def make_room(need: int) -> None:
+            """The save that ends a run is tried with a little less room: the need is an estimate, and nothing is lost
+            by a save that fails."""
+            if need > free_bytes(self.root) and keep is not None:
+                prune(keep - 1, self.say)
+            if need - (MARGIN_BYTES if last else 0) > (free := free_bytes(self.root)):
+                raise NoRoom(
+                    f"output_dir: a checkpoint takes {need / GIB:.2f} GiB, and {self.root} has "
+                    f"{free / GIB:.2f} GiB free; free some space"
+                )
+
+        flush = partial(self._flush, step, last)
+        self.writer.begin(self.run.checkpoint(step), about, make_room, flush, partial(prune, keep), last or self.waits)
 
     def _report(self, done: Writing | None) -> None:
         """Says what became of a checkpoint that has been written meanwhile. A failed one is tried again."""
         if done is None:
             return
-        try:
+        with self._trying(done.about.step):
             self._written(done)
-        except NonFinite:
-            raise
-        except UserError as error:
-            self._failed(done.about.step, error)
-            return
-        copied, waited_s = done.snapshot.peak_bytes / GIB, done.snapshot.waited_s
-        cost = f"copies took {copied:.2f} GiB, training waited {waited_s:.2f} s"
-        how = "" if done.thread is None else f" in {done.seconds:.1f} s behind training ({cost})"
-        self.say(f"saved {done.path}{how}")
+            copied, waited_s = done.snapshot.peak_bytes / GIB, done.snapshot.waited_s
+            cost = f"copies took {copied:.2f} GiB, training waited {waited_s:.2f} s"
+            how = "" if done.thread is None else f" in {done.seconds:.1f} s behind training ({cost})"
+            self.say(f"saved {done.path}{how}")
 
-    def _written(self, done: Writing) -> None:
+    def _written(self, done: Writing | None) -> None:
         """Notes a checkpoint that was written. UserError if it failed."""
+        assert done is not None
         step, error = done.about.step, done.error
         if isinstance(error, NonFinite):
             good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
@@ -197,20 +215,15 @@ class Saver(Observer):
             raise (NoRoom if full else UserError)(f"output_dir: {done.path} could not be written: {error}") from error
         if error is not None:
             raise error
-        self.last_good, self.last_step = done.path, step
+        self.last_good = done.path
         for line in done.lines:
             self.say(line)
 
-    def _failed(self, step: int, error: UserError) -> None:
-        now, every = self.run.done, self.config.save_steps or RETRY_STEPS
-        self.retry_at = now + RETRY_STEPS
-        again = min(self.retry_at, now - now % every + every)  # whichever comes first
-        kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
-        self.say(f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again at step {again}")
-
-    def _flush_journal(self, step: int, last: bool) -> None:
-        """Before a checkpoint gets its name: the journal, if there is one, is on the disk up to this step."""
+    def _flush(self, step: int, last: bool) -> None:
+        """Before a checkpoint gets its name: metrics and the journal, if there is one, are on the disk up to this
+        step."""
         try:
+            os.fsync(self.metrics.file)
             if self.journal is not None and not self.journal.flush_up_to(step):
                 raise OSError(f"it has no record of step {step}")
         except OSError as error:
@@ -219,28 +232,19 @@ class Saver(Observer):
                 raise OSError(what) from error
             self.say(f"warning: {what}; the checkpoint is saved without")
 
-    def _save_now(self, step: int) -> Path:
-        """The checkpoint of this step, written unless it is on the disk already. Raises if that fails."""
-        if self.last_good is None or self.last_step != step or not (self.last_good / STATE).is_file():
-            self._begin(step, last=True)
-            done = self.writer.wait()
-            assert done is not None  # just begun
-            self._written(done)
-        assert self.last_good is not None
-        return self.last_good
-
     def save_last(self) -> Path:
         """The save that ends the run. On a full disk it waits for room; a new signal, or too long a wait, gives up."""
-        run, began_s, told = self.run, time.monotonic(), False
-        before = run.interrupts.requested
-        while True:
-            free, tried_s = free_bytes(self.root), time.monotonic()
+        run, until_s, told = self.run, time.monotonic() + WAIT_S, False
+        before, path = run.interrupts.requested, run.checkpoint(run.done)
+        while self.last_good != path:
             try:
-                return self._save_now(run.done)
+                self._begin(run.done, last=True)
+                self._written(self.writer.wait())
+                break
             except NonFinite:
                 raise
             except UserError as error:
-                waits = isinstance(error, NoRoom) and tried_s - began_s < WAIT_S
+                waits = isinstance(error, NoRoom) and time.monotonic() < until_s
                 if not waits or run.interrupts.requested != before:
                     raise UserError(f"{error}\n  {self._lost(error)}") from error
                 if not told:
@@ -249,61 +253,22 @@ class Saver(Observer):
                         f"in memory: the save goes on by itself when there is room (for {WAIT_S / 60:.0f} minutes; a "
                         "signal, such as Ctrl-C, gives up)"
                     )
-                    told = True
-            until_s = tried_s + min(RETRY_S, WAIT_S)
-            while free_bytes(self.root) <= free and run.interrupts.requested == before and time.monotonic() < until_s:
-                time.sleep(PAUSE_S)
+                told = True
+            time.sleep(PAUSE_S)
+        return path
 
     def _lost(self, error: UserError) -> str:
         """What is left of the run if its last checkpoint cannot be written."""
-        step, good = self.run.done, self.last_good
-        if self.journal is not None and self.journal.has(step):
+        step, good, whole = self.run.done, self.last_good, False
+        with suppress(OSError):
+            whole = self.journal is not None and self.journal.flush_up_to(step)
+        if whole:
             kept = f"all {step} steps are in {self.run.directory.journal}: --resume replays them, and nothing is lost"
         elif good is None:
             kept = "there is no checkpoint, so all steps are lost"
         else:
             kept = f"the steps after {good.name} are lost, and --resume goes on from there"
         return f"once {'there is room' if isinstance(error, NoRoom) else 'it can be written to'}: {kept}"
-
-    def save_best(self, step: int) -> None:
-        """Saves the checkpoint of the best step so far, which is kept; training waits."""
-        self.wait()
-        before, self.best_step = self.best_step, step
-        try:
-            self.say(f"saved {self._save_now(step)}")
-        except NonFinite:
-            raise
-        except UserError as error:
-            self.best_step = before
-            self.say(f"warning: checkpoint-{step}, the best so far, NOT saved ({error})")
-
-    def _make_room(self, step: int, need: int, dares_bytes: int = 0) -> None:
-        """Deletes old checkpoints if the disk has less room than needed. dares_bytes: what may be missing all the
-        same, because the need is an estimate, and nothing is lost by a save that fails."""
-        limit = self.config.save_total_limit
-        if need > free_bytes(self.root) and limit is not None:
-            self._delete_old(limit - 1, step, self.say)
-        free = free_bytes(self.root)
-        if need - dares_bytes > free:
-            raise NoRoom(
-                f"output_dir: a checkpoint takes {need / GIB:.2f} GiB, and {self.root} has "
-                f"{free / GIB:.2f} GiB free; free some space"
-            )
-
-    def _delete_old(self, keep: int | None, step: int, say: Callable[[str], None]) -> None:
-        select.prune(self.root, keep, step, say, self.best_step)
-
-    def damage_of(self, step: int) -> str | None:
-        """What is wrong with the checkpoint of a step, by its checksums, and the name under which it is kept; None if
-        it is intact."""
-        path = self.run.checkpoint(step)
-        try:
-            verify(path)
-            return None
-        except Damaged as fault:
-            with suppress(OSError):  # a directory that cannot be written to
-                return f"{fault} (it is kept as {select.set_aside(path, 'damaged').name})"
-            return str(fault)
 
     def publish(self, step: int | None = None) -> None:
         """Makes the checkpoint of a step, or the last one, the model of the output directory."""

@@ -32,7 +32,7 @@ from keyhole.errors import UserError
 from keyhole.report.entries import Entry
 
 PROJECT = "keyhole"  # default, if the library's own setting does not say otherwise
-OPEN_S, CLOSE_S = 20.0, 30.0  # how long the start and the end of a run wait for a tracker
+CLOSE_S = 30.0  # how long the end of a run waits for a tracker
 MOST = 10**6  # entries in a queue
 Write = Callable[[int, dict[str, float]], object]  # the numbers of a step
 Opened = tuple[Write, Callable[[], object]]  # write, close
@@ -172,35 +172,30 @@ class Tracker:
     """A tracker in its thread, in which its library is imported and it is opened, too."""
 
     def __init__(self, name: str, open_it: Callable[[], Opened]) -> None:
-        self.name, self.open = name, open_it
+        self.name = name
         self.entries: queue.Queue[Entry | None] = queue.Queue(MOST)
         self.error: Exception | None = None
-        self.ready = threading.Event()
-        self.thread = threading.Thread(target=self._work, name=f"keyhole-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._work, args=(open_it,), name=f"keyhole-{name}", daemon=True)
         self.thread.start()
 
     def write(self, entry: Entry) -> None:
-        """Queues an entry; raises the tracker's error, if there was one since the last call."""
-        self._raise()
+        """Queues an entry; raises the tracker's error, if there was one."""
+        if self.error is not None:
+            raise self.error
         self.entries.put_nowait(dict(entry))
 
     def close(self, close_s: float = CLOSE_S) -> None:
         """Waits for the remaining entries."""
         self.entries.put(None)
         self.thread.join(close_s)
-        self._raise()
+        if self.error is not None:
+            raise self.error
         if self.thread.is_alive():
             raise TimeoutError(f"{self.entries.qsize():,} entries are not sent after {close_s:.0f} s")
 
-    def _raise(self) -> None:
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
-
-    def _work(self) -> None:
+    def _work(self, open_it: Callable[[], Opened]) -> None:
         try:
-            write, close = self.open()
-            self.ready.set()
+            write, close = open_it()
             try:
                 while (entry := self.entries.get()) is not None:
                     numbers = {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
@@ -209,14 +204,8 @@ class Tracker:
                 close()
         except Exception as error:  # libraries raise errors of any kind
             self.error = error
-        finally:
-            self.ready.set()
 
 
-def open_trackers(report_to: str | Sequence[str] | None, about: About, open_s: float = OPEN_S) -> list[Tracker]:
-    """Returns when all trackers are open or have failed, and after open_s seconds in any case."""
-    trackers = [Tracker(name, partial(TRACKERS[name], about)) for name in names_of(report_to)]
-    end_s = time.monotonic() + open_s
-    for each in trackers:
-        each.ready.wait(max(0.0, end_s - time.monotonic()))
-    return trackers
+def open_trackers(report_to: str | Sequence[str] | None, about: About) -> list[Tracker]:
+    """The configured trackers, which open while the run goes on."""
+    return [Tracker(name, partial(TRACKERS[name], about)) for name in names_of(report_to)]

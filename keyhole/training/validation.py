@@ -21,16 +21,14 @@ What follows from the numbers of evaluations: which step's weights are the resul
 
     load_best_model_at_end     publishes the weights of the step with the best evaluation, not the last ones
     early_stopping_patience    ends the run after this many evaluations in a row without a new best
-    max_minutes                ends the run after this training time, including time before an interruption
+    max_minutes                ends the run after this time; of earlier processes the time of their steps counts
 
-The first two depend only on the evaluations so far, a few pairs (step, value). These are in every checkpoint and in
-run/metrics.jsonl, so a resumed run makes the same choice as an uninterrupted one. Scores of other dev questions, or
-losses of other rows of eval_data than before cannot be compared with those, and are refused. Only a strictly better
-value is a new best; of equal values the earliest step wins.
+All three depend only on run/metrics.jsonl, so a resumed run makes the same choice as an uninterrupted one. Scores of
+other dev questions, or losses of other rows of eval_data than before cannot be compared with those, and are refused.
+Only a strictly better value is a new best; of equal values the earliest step wins.
 
-The checkpoint of a new best is written at once, and training waits for it: no later step is recorded before the best
-weights are on the disk. It does not count towards save_total_limit. If it could not be written, the best step among the
-existing checkpoints is published, with a message.
+The checkpoint of a new best is written at once. It does not count towards save_total_limit. If it could not be written,
+the best step among the existing checkpoints is published, with a message.
 """
 
 import math
@@ -43,7 +41,7 @@ from typing import Any, Protocol
 from keyhole.config import TrainConfig
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import GENERATED, LIKELIHOOD, LOWER_IS_BETTER
-from keyhole.disk.json_text import strict
+from keyhole.disk.json_text import Json
 from keyhole.errors import UserError
 from keyhole.eval.metrics import perplexity
 from keyhole.eval.score import Score, check_code, score
@@ -241,72 +239,47 @@ LOSSES = ("loss", "perplexity")
 
 
 def value_of(found: Entry, metric: str) -> float | None:
-    """A metric of an evaluation, with or without `eval_` before its name; None if it has no such number."""
+    """A metric of an evaluation, with or without `eval_` before its name; None if it has no such number. Null in a file
+    is a number that was not finite."""
     name = metric.removeprefix("eval_")
-    return next((float(found[key]) for key in (f"eval_{name}", name) if found.get(key) is not None), None)
+    values = [found[key] for key in (f"eval_{name}", name) if key in found]
+    return None if not values else math.nan if values[0] is None else float(values[0])
 
 
 class Selection:
     """The evaluations of a run, and the decisions that follow from them."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        metric: str = "loss",
-        saved: Entry | None = None,
-        questions: list[str] | None = None,
-        rows: str | None = None,
-    ) -> None:
-        """metric: what chooses if the config does not say. saved: what a checkpoint of the run holds (`state_dict`).
-        questions: fingerprints of the dev questions, task by task; rows: that of the rows of eval_data."""
-        self.config, self.metric, self.questions = config, config.metric_for_best_model or metric, questions or []
+    def __init__(self, config: TrainConfig, metric: str = "loss", entries: Sequence[Entry] = ()) -> None:
+        """metric: what chooses if the config does not say; entries: those of run/metrics.jsonl so far."""
+        self.config, self.metric = config, config.metric_for_best_model or metric
         falls, asked = self.metric.removeprefix("eval_").endswith(LOSSES), config.greater_is_better
         self.sign = 1 if (not falls if asked is None else asked) else -1  # multiplied by it, larger values are better
-        saved = saved or {}
-        before = saved.get("rows", []) if saved.get("evaluations") else []
-        self.rows = [*before, *([] if rows is None or rows in before else [rows])]
-        if config.load_best_model_at_end or config.early_stopping_patience is not None:
-            if len(self.rows) > 1:
-                raise UserError(
-                    "--resume: the rows of eval_data are not those of the run so far, so their losses cannot be "
-                    "compared; put back the file, or go on without load_best_model_at_end and early_stopping_patience"
-                )
-            if saved.get("evaluations") and saved.get("questions", self.questions) != self.questions:
-                raise UserError(
-                    "--resume: the dev questions are not those of the run so far, so their scores cannot be compared; "
-                    "put back the files of task_data, or start a new run in another output_dir"
-                )
-        same = saved.get("metric", self.metric) == self.metric  # values of another metric do not compare
-        pairs = saved.get("evaluations", []) if same else []  # null: not finite
-        self.values = {int(step): math.nan if value is None else float(value) for step, value in pairs}
-        self.seconds_before, self.began_s = float(saved.get("seconds", 0.0)), time.monotonic()
+        evaluations = {entry["step"]: value_of(entry, self.metric) for entry in entries if "eval_loss" in entry}
+        self.values = {step: value for step, value in evaluations.items() if value is not None}
+        self.seconds_before = sum(entry.get("seconds") or 0.0 for entry in entries)
+        self.began_s = time.monotonic()
 
-    def add_before(self, entries: list[Entry], after: int) -> None:
-        """Adds evaluations, and seconds of steps, from entries of the metrics file that are later than the checkpoint
-        of step `after`."""
-        for entry in entries:
-            if entry["step"] > after and "seconds" in entry:
-                self.seconds_before += entry["seconds"] or 0.0
-            if any(key.startswith("eval_") for key in entry):
-                numbers = {key: math.nan if value is None else value for key, value in entry.items()}
-                if (value := value_of(numbers, self.metric)) is not None:
-                    self.values[entry["step"]] = value
+    def check_rows(self, now: Json, before: Json | None) -> Json:
+        """What evaluations are made on, for the next checkpoint; refused if it is not what the last one says and its
+        numbers would be compared. Once it has changed it stays different."""
+        if not self.values or before is None or now == before:
+            return now
+        if self.config.load_best_model_at_end or self.config.early_stopping_patience is not None:
+            what = "rows of eval_data" if now["questions"] == before.get("questions") else "dev questions"
+            raise UserError(
+                f"--resume: the {what} are not those of the run so far, so their losses and scores cannot be compared; "
+                "put back the files, or go on without load_best_model_at_end and early_stopping_patience"
+            )
+        return now | {"rows": "changed"}
 
     def start_clock(self) -> None:
         """Training begins."""
         self.began_s = time.monotonic()
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far, over all processes of the run."""
-        return self.seconds_before + time.monotonic() - self.began_s
-
     def note(self, step: int, found: Entry) -> None:
         """Adds an evaluation."""
         value = value_of(found, self.metric)
-        if value is None:
-            known = ", ".join(key for key, number in found.items() if isinstance(number, int | float))
-            raise UserError(f"metric_for_best_model={self.metric}: an evaluation here gives {known}")
+        assert value is not None  # Judge.check knows what evaluations give
         self.values[step] = value
 
     def best_steps(self) -> list[int]:
@@ -316,8 +289,8 @@ class Selection:
 
     def out_of_time(self) -> str | None:
         """The reason to end the run if its time is over; else None."""
-        minutes = self.config.max_minutes
-        return None if minutes is None or self.seconds < 60 * minutes else f"max_minutes={minutes:g} have passed"
+        minutes, seconds = self.config.max_minutes, self.seconds_before + time.monotonic() - self.began_s
+        return None if minutes is None or seconds < 60 * minutes else f"max_minutes={minutes:g} have passed"
 
     def out_of_patience(self) -> str | None:
         """The reason to end the run if there was no new best for too long; else None."""
@@ -330,9 +303,3 @@ class Selection:
         """The metric of a step, as the lines of evaluations have it."""
         name, value = self.metric.removeprefix("eval_"), self.values[step]
         return f"{name} {value:.4f}" if name == "loss" else as_published(name, value)
-
-    def state_dict(self) -> Entry:
-        """For a checkpoint."""
-        found = {"evaluations": strict(sorted(self.values.items())), "seconds": self.seconds}
-        found |= {"metric": self.metric, "rows": self.rows}
-        return found | ({"questions": self.questions} if self.questions else {})

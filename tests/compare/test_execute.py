@@ -13,7 +13,7 @@ from keyhole.compare import execute
 from keyhole.compare import plan as plan_module
 from keyhole.training import loop, model_and_method
 from tests.compare.comparisons import TEXT, cell, run, table, write
-from tests.training.children import draw_nothing, server
+from tests.training.children import server
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,6 @@ def killed(path: Path, out: Path, at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, number)
 
-    draw_nothing()
     loop.Leader.step = step
     run(path, out)
 

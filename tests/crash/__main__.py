@@ -187,9 +187,6 @@ def prepare(directory: Path, method: str, steps: int, model: str = "demo", data:
 
     torch.set_num_threads(1)
     import keyhole.training.build  # noqa: F401
-    from keyhole.training import reports
-
-    reports.plot_loss = lambda metrics, picture, *about: picture.write_bytes(b"") == 0
     from keyhole.config import TrainConfig, resolve
     from keyhole.data.run import load_tokenizer
     from keyhole.model.structure.skeleton import build, read_config

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from keyhole.compare.file import read_comparison
 from keyhole.compare.result import Result, read_result, write_result
 from keyhole.compare.table import Cell, to_json
-from keyhole.config import TrainConfig
 from keyhole.disk.json_text import check_result_file, json_text
 from keyhole.disk.json_text import write_result as write_file
 from keyhole.errors import UserError
 from keyhole.pages.frame import page
 from keyhole.report.story import Planned, Story, read_story, write_story
-from keyhole.training.validation import Selection
 from tests.compare.comparisons import write
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
@@ -71,17 +69,6 @@ def test_the_story_of_a_run_is_json(tmp_path: Path) -> None:
     )
     parsed((tmp_path / "report.json").read_text())
     assert read_story(tmp_path / "report.json").measured == {}
-
-
-def test_evaluations_that_are_not_finite_survive_a_checkpoint() -> None:
-    """They count as evaluations, for patience, and are never the best."""
-    config = TrainConfig(model="m", method="zo", output_dir="out", early_stopping_patience=2)
-    before = Selection(config, "perplexity")
-    for step, value in ((1, 3.0), (2, math.inf), (3, math.nan)):
-        before.note(step, {"eval_loss": 1.0, "perplexity": value})
-    after = Selection(config, "perplexity", parsed(json.dumps(before.state_dict())))
-    assert after.best_steps() == before.best_steps() == [1] and after.values.keys() == before.values.keys()
-    assert after.out_of_patience() == before.out_of_patience() is not None
 
 
 def test_a_place_is_tried_before_the_work(tmp_path: Path) -> None:

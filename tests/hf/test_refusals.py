@@ -17,6 +17,8 @@ from keyhole.hf import KeyholeArguments, KeyholeMixin, KeyholeTrainer, refusals
 from keyhole.hf.arguments import wanted
 from keyhole.methods import METHODS
 
+EVERY_STEP = {"eval_strategy": "steps", "save_strategy": "steps"}
+
 
 def told(tmp_path: Path, method: str = "lomo", options: dict[str, Any] | None = None, **arguments: Any) -> str:
     row = METHODS[method]
@@ -78,6 +80,7 @@ def test_a_rate_of_another_method_is_warned_of(tmp_path: Path, rate: float, mode
     [
         ({"optim_args": "a=1"}, "optim_args: they belong to optim"),
         ({"debug": "underflow_overflow"}, "debug: its hooks"),
+        ({"save_only_model": True, "load_best_model_at_end": True, **EVERY_STEP}, "save_only_model: load_best"),
         ({"max_grad_norm": None}, "max_grad_norm: None is not possible"),
         ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config: dispatch_batches"),
     ],
@@ -135,19 +138,3 @@ def test_arguments_can_be_parsed_from_a_command_line() -> None:
     line = ["--output_dir", "x", "--method", "zo", "--method_settings", '{"rank": 2}', "--use_cpu"]
     (args,) = HfArgumentParser((KeyholeArguments,)).parse_args_into_dataclasses(line)
     assert wanted(args, {}).settings == {"rank": 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("freeze", r"freeze: give it to keyhole.load, .*KeyholeTrainer\(keyhole.load\(path, freeze=..\), args, ..\)"),
-        ("head", "head: give it to keyhole.load"),
-        ("seed", "seed: it is one of the arguments: KeyholeArguments"),
-        ("train_data", "train_data: KeyholeTrainer has no such argument"),
-    ],
-)
-def test_an_unknown_argument_is_answered_with_its_place(tmp_path: Path, name: str, says: str) -> None:
-    """It was a TypeError about Trainer.__init__, after the model was loaded."""
-    args = KeyholeArguments(str(tmp_path), use_cpu=True, report_to=[], method="sgd", learning_rate=1e-2)
-    with pytest.raises(UserError, match=says):
-        KeyholeTrainer("demo", args, **{name: "embeddings"})

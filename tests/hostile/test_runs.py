@@ -149,7 +149,6 @@ LINKS = [
     "run/keyhole.json",
     "run/config.yaml",
     "run/log.txt",
-    "run/loss.png",
 ]
 LINKS += [
     "run",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from keyhole.offload.timeline import FIRST, NTH, Stalls
+from keyhole.offload.stalls import FIRST, NTH, Stalls
 
 
 class Clock:

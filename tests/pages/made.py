@@ -65,7 +65,6 @@ def curves(steps: int, height: float = 1.0, tasks: int = 3) -> Curves:
 
 
 def story() -> Story:
-    lanes = {"upload": 0.44, "compute": 0.2, "write-back": 0.3}
     words = ["The", " soup", " was", " cold", ".", "\n", "W" * 300, " antidisestablishmentarianism" * 3]
     rows = [Answer("Is it? " * 40, "no\nnever " + "x" * 200, "yes", False), Answer("2 + 2 = ", "4", "4", True)]
     lines = [
@@ -78,7 +77,7 @@ def story() -> Story:
         [*lines, f"  train: /a/very/long/path/{'that/goes/on/' * 12}train.jsonl"], ["warning: " + "w" * 400],
         Planned(8e9, {"homes": 3e9, "slots": 2e9, "activations": 2.5e9}, 1.4e11,
                 {"total": 0.47, "compute": 0.2, "link": 0.45, "CPU": 0.0}, "link", "s"),
-        {"device_bytes": 7.6e9, "host_bytes": 1.39e11, "up_bytes": 1.3e11, "down_bytes": 1.3e11}, 3, 0.46, lanes,
+        {"device_bytes": 7.6e9, "host_bytes": 1.39e11},
         [Sample("train.jsonl, line 1", "9 tokens", [(False, words), (True, [" red", "<|end|>"])])],
         [Answers(10, "greedy", rows), Answers(20, "greedy", rows)],
     )  # fmt: skip

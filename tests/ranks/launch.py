@@ -104,11 +104,9 @@ def _live(target: Callable[..., Any], args: tuple, env: dict[str, str], writer: 
 
 
 def train(words: list[str]) -> int:
-    """`keyhole train WORDS`; the curve is not drawn."""
+    """`keyhole train WORDS`."""
     from keyhole.cli import main
-    from keyhole.training import reports
 
-    reports.plot_loss = lambda metrics, picture, title: False
     return main(["train", *words])
 
 

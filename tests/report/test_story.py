@@ -14,7 +14,7 @@ from keyhole.report.story import MOST_ANSWERS, Answer, Answers, Planned, Sample,
 WHOLE = Story(
     run="1", title="t", method="zo", model="m", device="cuda", state="done", outcome="o", began="b", updated="u",
     total=7, lines=["a: b"], events=["e"], planned=Planned(3.0, {"homes": 1.0}, bound_by="link"),
-    measured={"host_bytes": 5.0}, traced_step=3, traced_s=0.5, lanes={"upload": 0.25},
+    measured={"host_bytes": 5.0},
     samples=[Sample("w", "a", [(True, ["x", "y"])])], answers=[Answers(4, "g", [Answer("p", "s", "e", True)])],
 )  # fmt: skip
 json_values = st.recursive(

@@ -35,15 +35,8 @@ def command(words: list[str], given: bytes) -> tuple[int, bytes, bytes]:
         return process.exitcode, paths[1].read_bytes(), paths[2].read_bytes()
 
 
-def draw_nothing() -> None:
-    """In this process, a run's curve is an empty file: drawing takes longer than the run."""
-    from keyhole.training import reports
-
-    reports.plot_loss = lambda metrics, picture, *about: picture.write_bytes(b"") == 0
-
-
 class Child:
-    """A started run, whose curve is not drawn. `arrange`, a function of a module, prepares the process before it."""
+    """A started run. `arrange`, a function of a module, prepares the process before it."""
 
     def __init__(self, config: TrainConfig, arrange: Callable[[], None] | None = None) -> None:
         reader, writer = server.Pipe(duplex=False)
@@ -87,7 +80,6 @@ def _live(config: TrainConfig, arrange: Callable[[], None] | None, writer: Conne
     for stream in (1, 2):
         os.dup2(writer.fileno(), stream)
     writer.close()
-    draw_nothing()
     if arrange:
         arrange()
     from keyhole.training.start import train

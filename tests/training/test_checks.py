@@ -5,49 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers as hf
 
 import keyhole
 from keyhole.training.checks import SAMPLE, Divergence, sample, samples, verdict
 from keyhole.training.metrics import Reading
-from tests.training.classifiers import save_encoder
 
 
 def test_names_the_tensors_that_stood_still(tiny_model: Path) -> None:
-    """Tensors that are not touched are named; the embedding counts as moved if a row of the batch did."""
+    """Tensors that are not touched are named; the embedding is not looked at."""
     model = keyhole.load(tiny_model, device="cpu")
-    table = model.layout.table.name
-    rows = torch.tensor([5, 7])
-    before = dict(samples(model, rows))
+    before = dict(samples(model))
     for name, tensor in model.named_tensors():
-        if name == table:
-            tensor[7, 3] += 1.0
-        elif name != "model.norm.weight":
+        if name not in ("model.norm.weight", model.layout.table.name):
             tensor.view(-1)[:1] += 1.0
-    line = verdict(model, before, dict(samples(model, rows)), 3)
-    assert "1 of 21 trained tensors did not change in 3 steps (model.norm.weight)" in line
+    line = verdict(model, before, dict(samples(model)), 3)
+    assert "1 of 20 trained tensors did not change in 3 steps (model.norm.weight)" in line
     assert 0 < float(re.search(r"([\d.]+) % of the sampled", line)[1]) < 100
-
-
-def test_biases_of_keys_may_stand_still(tmp_path: Path) -> None:
-    """Their gradient is 0 up to rounding, so there is nothing to warn of; any other tensor is still named."""
-    save_encoder("bert", tmp_path)
-    model = keyhole.load(tmp_path, head="classification", num_labels=2, device="cpu")
-    module = hf.BertModel.from_pretrained(tmp_path)
-    module(torch.tensor([[5, 7, 9]])).last_hidden_state.square().sum().backward()
-    size = {name: float(param.grad.abs().max()) for name, param in module.named_parameters() if param.grad is not None}
-    keys = [name for name in size if name.endswith(".key.bias")]
-    assert len(keys) == 2 and all(size[key] < 1e-4 * size[key.replace(".key.", ".query.")] for key in keys)
-    rows = torch.tensor([5, 7])
-    before = dict(samples(model, rows))
-    for name, tensor in model.named_tensors():
-        if not name.endswith((".key.bias", "classifier.bias")):
-            tensor.view(-1)[...] += 1.0
-    line = verdict(model, before, dict(samples(model, rows)), 3)
-    assert "1 of" in line and "(classifier.bias)" in line
-    dict(model.named_tensors())["classifier.bias"].add_(1.0)
-    line = verdict(model, before, dict(samples(model, rows)), 3)
-    assert line.startswith("check: all") and "2 biases of keys" in line
 
 
 def test_sample_is_small_and_compares_bits() -> None:
@@ -57,7 +30,6 @@ def test_sample_is_small_and_compares_bits() -> None:
     assert SAMPLE // 2 < before.numel() <= SAMPLE
     big[0, 0] = -0.0
     assert int((sample(big) != before).sum()) == 1
-    assert sample(big, torch.arange(900)).numel() <= SAMPLE
 
 
 def warnings_of(losses: list[float]) -> dict[int, str]:

@@ -43,7 +43,7 @@ def test_a_disk_that_fills_up_does_not_stop_training(
     assert train(config) == 0
     out = capsys.readouterr().out
     assert "checkpoint-4 NOT saved (output_dir: a checkpoint takes 0.06 GiB" in out
-    assert "checkpoint-4 NOT saved" in out and "checkpoint-2 stays; trying again at step 6" in out
+    assert "checkpoint-4 NOT saved" in out and "checkpoint-2 stays; trying again by step 7" in out
     assert "checkpoint-6 NOT saved" in out and "saved" in out.partition("step  7/12")[2]
     assert (Path(config.output_dir) / "checkpoint-12").is_dir()
 

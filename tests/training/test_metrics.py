@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def record(step: int, loss: float, **extra: float) -> QueuedStep:
-    return QueuedStep(step, torch.tensor(loss), 1e-3, step / 10, 100, f"samples {step}", extra)
+    return QueuedStep({"step": step, "loss": torch.tensor(loss), "tokens": 100, **extra}, f"samples {step}")
 
 
 def recorder(entries: list, lag: int = 0, warnings: list | None = None) -> Recorder:

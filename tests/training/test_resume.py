@@ -13,7 +13,7 @@ from keyhole.config.fields import settings
 from keyhole.disk.weight_files import content_hash
 from keyhole.errors import UserError
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.training.resume import SAFE, apply_changes, flat_config
+from keyhole.training.start import SAFE, apply_changes, flat_config
 
 CONFIG = TrainConfig(
     model="m", method="zo", train_data=["a", "b"], output_dir="out", max_steps=9, learning_rate=1e-6,

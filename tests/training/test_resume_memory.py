@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keyhole.config import TrainConfig
-from keyhole.training import reports, start
+from keyhole.training import start
 from tests.training.children import Child
 from tests.training.runs import Make
 
@@ -20,7 +20,6 @@ def tell_the_peak() -> None:
     """The child goes on from whatever there is, and prints the largest memory that it ever held."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)  # freed memory goes back at once
     torch.set_num_threads(1)
-    reports.plot_loss = lambda *about: False
     real = start.train
 
     def train(config: TrainConfig) -> int:

@@ -2,25 +2,21 @@
 
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import keyhole
 from keyhole.config import TrainConfig, resolve
 from keyhole.errors import NonFinite
 from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
 from keyhole.report.story import Story, View, read_story, read_view
-from keyhole.training import loop, model_and_method, reports
+from keyhole.training import loop, reports
 from keyhole.training.reports import EVERY_S, RunPage
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
-
-CROSSING = partial(keyhole.load, reuse_slots=False)  # two units would stay in their slots
 
 
 def directory(config: TrainConfig) -> Path:
@@ -40,9 +36,8 @@ def story(config: TrainConfig) -> Story:
 def test_there_before_the_first_step_and_up_to_date_after_the_last(
     make: Make, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins with what was decided and ends with curves, a trace, the data and the result; what the run
+    """It begins with what was decided and ends with curves, the data and the result; what the run
     wrote is what `keyhole report` makes of its files."""
-    monkeypatch.setattr(model_and_method, "load", CROSSING)
     config, real, seen = make(method="lomo", eval_data=str(tiny_data), placement="stream"), loop.Leader.step, []
 
     def step(self: loop.Leader, number: int) -> None:
@@ -54,12 +49,10 @@ def test_there_before_the_first_step_and_up_to_date_after_the_last(
     assert "Running" in seen[0] and "http-equiv" in seen[0] and "What was decided" in seen[0] and "<dt>dtype" in seen[0]
     last = page(config)
     assert "<b>Done</b>: 6 steps" in last and "http-equiv" not in last
-    for heading in ("Curves", "Where the time of a step goes", "The data", "What happened"):
+    for heading in ("Curves", "The data", "What happened"):
         assert f"<h2>{heading}</h2>" in last, heading
     assert last == make_page(read_view(directory(config)))
     told = story(config)
-    assert told.lanes.keys() == {"upload", "compute", "write-back"} and told.traced_step == 3
-    assert told.measured["up_bytes"] > 0 and told.measured["down_bytes"] > 0
     trained = [word for sample in told.samples for on, words in sample.runs if on for word in words]
     assert "".join(trained).startswith("2<|end|>")
 
@@ -151,14 +144,9 @@ def test_pages_are_not_written_often(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("method", ["zo", "lomo", "adam-offload"])
-def test_a_step_is_traced_on_a_gpu(make: Make, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events of three streams: every lane was busy within the step, and the plan stands beside the measured peak."""
-    monkeypatch.setattr(model_and_method, "load", CROSSING)
-    config = make(method=method, placement="stream", device="cuda")
+def test_the_plan_stands_beside_the_measured_peak(make: Make) -> None:
+    config = make(method="lomo", placement="stream", device="cuda")
     assert train(config) == 0
     told = story(config)
-    assert told.lanes.keys() >= {"upload", "compute"} and told.traced_step == 3
-    assert all(0 <= seconds <= told.traced_s * 3 for seconds in told.lanes.values())
     assert told.planned.device_bytes > 0 and told.measured["device_bytes"] > 0
     assert "GPU, planned" in page(config) and "GPU, measured" in page(config)

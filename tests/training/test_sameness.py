@@ -12,8 +12,8 @@ from keyhole.data.run import Data, load_data
 from keyhole.data.settings import data_settings
 from keyhole.errors import UserError
 from keyhole.ranks import Ranks
-from keyhole.training import resume as sameness
-from keyhole.training.resume import same_directory, same_everywhere, same_weights, sampled
+from keyhole.training import start as sameness
+from keyhole.training.start import same_directory, same_everywhere, same_weights, sampled
 from tests.training.runs import Make
 
 
@@ -33,7 +33,7 @@ class Two(Ranks):
 
     def objects(self, x: Any) -> list[Any]:
         if not isinstance(x, dict):
-            return [None, x]
+            return [True, x]
         return [x | {key: value for key, value in self.first.items() if key in x}, x]
 
 

@@ -119,7 +119,7 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
         "other settings": ([*run, f"output_dir={tmp_path}/used", "--resume"], "batch_size: the run has 4"),
         "keyhole data": (["data", *run[1:], f"train_data={tmp_path}/absent.jsonl"], "absent.jsonl: no such file"),
         "loss of a choice": ([*run, *squad, "loss=candidates"], "loss: candidates needs a choice"),
-        "no place for files": ([*run, "output_dir=/proc/x"], "output_dir: /proc cannot be written to"),
+        "no place for files": ([*run, "output_dir=/proc/x"], "output_dir: '/proc/x' is not possible"),
         "plan --gpu": (["plan", "demo", "--gpu", "8"], "--gpu: '8' is not a size"),
         "plan --ram": (["plan", "demo", "--ram", "x"], "--ram: 'x' is not a size"),
         "plan --link": (["plan", "demo", "--link", "0GB/s"], "--link: '0GB/s' is no rate"),

@@ -46,7 +46,6 @@ def written(name: str, about: Callable[..., About]) -> None:
     """A run of two steps, and the same run, resumed, with a third one and an evaluation."""
     for first, entries in ((0, STEPS), (2, AGAIN)):
         tracker = Tracker(name, lambda first=first: TRACKERS[name](about(first)))
-        assert tracker.ready.wait(120)
         for entry in entries:
             tracker.write(entry)
         tracker.close(120)

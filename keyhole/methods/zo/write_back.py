@@ -9,7 +9,7 @@ old weights and gets the updates that it lacks; the traffic and the cost per ele
     every nth       1 up, 1 / n down    the fused pass, and (n - 1) / 2 updates more on average
 
 Units alternate, so that each step writes back an nth of them. The other units cost GPU time, which is free only while
-the GPU waits for the link. So by default we measure which share of a step it waited (offload/timeline.py):
+the GPU waits for the link. So by default we measure which share of a step it waited (offload/stalls.py):
 
     more than START of it                    every EVERY-th step
     less than STOP, CALM times in a row      every step again
@@ -31,7 +31,7 @@ units, while none uploads. That costs 1 / K of the model up and down per flush a
 
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
-from keyhole.offload.timeline import Stalls
+from keyhole.offload.stalls import Stalls
 
 EVERY = 4
 SHARED_EVERY = 8
