@@ -108,7 +108,6 @@ def test_a_snapshot_of_experts_that_nobody_met(method: str, tmp_path: Path, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("slow_disk")
 @in_every_run(lambda method, pool: pool == "half" or method == "zo")
 @pytest.mark.parametrize(("method", "placement", "dtype"), CASES)

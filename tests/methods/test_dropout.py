@@ -195,7 +195,6 @@ def test_a_rate_that_is_no_share_is_refused(rate: float) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("method", ["lomo", "adalomo", "lsp", "adam-offload"])
 def test_streamed_equals_resident_on_a_gpu(method: str) -> None:
     """The generator of the device belongs to a pass too; streams are delayed at random."""

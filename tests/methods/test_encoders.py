@@ -114,7 +114,6 @@ def test_every_method_learns(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", STREAMED)
 def test_gpu_streamed_equals_resident(name: str) -> None:
     """The same on a device."""

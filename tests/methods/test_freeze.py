@@ -97,7 +97,6 @@ def test_a_frozen_layer_gets_no_adapters(cls: Any, placement: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("case", STREAMED)
 def test_streamed_equals_resident_with_frozen_parameters_on_a_gpu(case: str) -> None:
     found = [trained(case, placement, ["embeddings", "*.k_proj.*"], "cuda") for placement in ("resident", "stream")]

@@ -186,7 +186,6 @@ def test_a_zeroth_order_run_resumes_and_replays(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", STREAMED)
 def test_gpu_streamed_equals_resident(name: str) -> None:
     """The same on a device, twice in a row: nothing is added up in an order of chance."""

@@ -12,7 +12,7 @@ from tests.ranks.test_gradients import assert_same_numbers
 from tests.ranks.test_shared import assert_shared
 from tests.ranks.workers import SHARED, run_shared, shared_results
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def test_shared_homes_have_the_bits_of_one_process(tmp_path: Path) -> None:

@@ -126,7 +126,6 @@ def test_memory_that_is_refused_in_part_is_not_kept(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_ranges_go_through_the_lane_one_after_the_other() -> None:
     """More chunks than slots, a last one that is shorter, twice; the third tensor stays as it was."""
     dtypes, numel = [torch.float32, torch.float32, torch.bfloat16], 1000 * (2 * SLOTS + 1) + 10

@@ -216,7 +216,6 @@ def test_bad_settings_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_every_order_and_placement_gives_the_same_bits_on_a_gpu(clip: float | None) -> None:
     """The same on streams of their own, with random delays and poisoned slots."""

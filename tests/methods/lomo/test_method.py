@@ -100,7 +100,6 @@ def test_groups_frozen_parameters_and_clipping_by_value() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_follows_cpu() -> None:
     """fp32: the same weights within rounding."""
     found = []

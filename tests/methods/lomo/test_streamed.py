@@ -84,7 +84,6 @@ def test_the_product_that_nobody_needs_is_left_out() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @in_every_run(lambda name, dtype: dtype == "bfloat16" or name == "llama" or (name, dtype) == ("opt", "float32"))
 @pytest.mark.parametrize("method", [LOMO, AdaLOMO])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

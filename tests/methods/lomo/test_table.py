@@ -90,7 +90,6 @@ def test_a_gradient_that_is_not_finite_leaves_a_chunk_alone(monkeypatch: pytest.
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_streamed_equals_resident_on_a_gpu(dtype: str) -> None:
     """Streams delayed at random, freed slots poisoned."""

@@ -69,7 +69,6 @@ def test_a_state_belongs_to_its_wire(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("wire", [None, *WIRES])
 @pytest.mark.parametrize("name", ["llama", "opt", "mixtral"])
 def test_on_the_gpu_streamed_equals_resident_under_random_delays(name: str, wire: str | None) -> None:
@@ -85,7 +84,6 @@ def test_on_the_gpu_streamed_equals_resident_under_random_delays(name: str, wire
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_gpu_packs_the_bytes_that_a_cpu_packs(wire: str, tmp_path: Path) -> None:
     """Homes of the same files are equal, wherever they were packed."""

@@ -167,7 +167,6 @@ def test_compiled_blocks() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
 @pytest.mark.parametrize("kind", ["blocks", "free"])
 @pytest.mark.parametrize("clip", [None, 0.7])

@@ -150,7 +150,6 @@ def test_a_gradient_that_is_not_finite_on_one_side_only(placed_by: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("clip", [None, 0.7])
 def test_two_places_take_the_same_steps_on_a_gpu(placed_by: Any, clip: float | None) -> None:
     """In float32 weights of all on the GPU, all on the CPU and a mixture agree up to the rounding of two kernels."""

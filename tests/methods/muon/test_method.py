@@ -143,7 +143,6 @@ def test_state_is_two_bytes_per_element_of_a_matrix(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_streamed_equals_resident_on_a_gpu(clip: float | None) -> None:
     """bfloat16, states in slots of their own."""

@@ -55,7 +55,6 @@ def test_compiled_blocks_are_whole() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["opt", "llama"])
 def test_compiled_on_the_gpu_streamed_equals_resident(name: str) -> None:
     """Compiled, with graphs and without, streamed under random delays: one result, near that of plain blocks."""

@@ -176,7 +176,6 @@ def test_streamed_equals_resident(fold: bool, kept_bytes: int, monkeypatch: pyte
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_the_gpu_streamed_and_recorded_equal_resident(dtype: str) -> None:
     how = GUIDED | {"refresh": 6}

@@ -239,7 +239,6 @@ def test_what_does_not_go_together_is_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_the_gpu_streamed_equals_resident(name: str, dtype: str) -> None:

@@ -83,7 +83,6 @@ def test_stochastic_rounding_moves_bf16_where_nearest_stalls() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_first_update_on_the_gpu_is_that_of_the_cpu() -> None:
     """Noise, arithmetic and rounding agree between devices to the bit, given the same projected gradient."""
     models = [load(dtype="bfloat16", device=device) for device in ("cpu", "cuda")]

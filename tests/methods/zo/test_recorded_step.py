@@ -140,7 +140,6 @@ def within(budget: int | None, how: dict[str, Any]) -> tuple[list[float], int, i
 
 @pytest.mark.parametrize("how", [{}, {"rank": 2, "refresh": 50}], ids=["dense", "rank 2"])
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_budget_with_room_records_and_one_without_does_not(how: dict) -> None:
     """On a GPU: the same bits in both, and as without a budget; both keep their budget."""
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
@@ -175,7 +174,6 @@ def test_candidates_are_static_too(shared: bool) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 4}], ids=["dense", "rank 2"])
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_over_shared_rows_give_the_same_bits(options: dict) -> None:
     """On a GPU, against steps without any graph, and recordings were used."""
     rows = partial(choices, shared=True)
@@ -187,7 +185,6 @@ def test_graphs_over_shared_rows_give_the_same_bits(options: dict) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 4}], ids=["dense", "rank 2"])
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_over_joined_rows_give_the_same_bits(options: dict) -> None:
     """On a GPU, against steps without any graph, and recordings were used."""
     recorded = trained(None, options, lambda step: [ragged(seed=step)], device="cuda", dtype="bfloat16")
@@ -198,7 +195,6 @@ def test_graphs_over_joined_rows_give_the_same_bits(options: dict) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_over_a_frozen_base_give_the_same_bits() -> None:
     """On a GPU, weights of 4 bits with kept factors beside them, across two sets of rooms."""
     how = {"rank": 16, "refresh": 6, "fold": False}
@@ -213,7 +209,6 @@ def test_graphs_over_a_frozen_base_give_the_same_bits() -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_give_the_same_bits(name: str, dtype: str) -> None:
     """On a GPU, against steps without any graph, and recordings were used."""
     recorded = trained(None, METHODS[name], two_lengths, device="cuda", dtype=dtype)

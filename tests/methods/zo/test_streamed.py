@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 
 import keyhole
 from keyhole.plan import fit
@@ -60,7 +59,6 @@ def test_a_unit_crosses_once_a_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["opt", "llama", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_the_gpu_streamed_equals_resident_under_random_delays(
@@ -79,7 +77,6 @@ def test_on_the_gpu_streamed_equals_resident_under_random_delays(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "gemma2", "mixtral", "falcon_alibi"])
 @pytest.mark.parametrize("how", [{}, {"rank": 2, "refresh": 2}], ids=["dense", "low rank"])
 def test_graphs_change_no_number(name: str, how: dict[str, int]) -> None:

@@ -179,7 +179,6 @@ def test_what_is_said_and_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("wire", [None, "fp8"])
 def test_on_the_gpu_under_random_delays(wire: str | None) -> None:
     """20 random schedules with delayed streams and poisoned slots: the bits of a run that goes home every step."""
@@ -194,7 +193,6 @@ def test_on_the_gpu_under_random_delays(wire: str | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_the_gpu_the_waits_decide() -> None:
     """Where uploads take longer and longer (10 to 320 ms more), units stay away; the numbers stay the same. The first
     delays may be short beside what others do on the same GPU; the last ones are not."""

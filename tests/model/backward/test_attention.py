@@ -11,8 +11,6 @@ import keyhole
 from keyhole.model.backward import attention as module
 from keyhole.model.backward.attention import attention, exact_attention
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 
 def settings() -> tuple[Any, ...]:
     """Everything that is set for a while."""
@@ -123,6 +121,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_long_rows_give_the_same_bits_every_time(name: str) -> None:
     """Two runs are equal, and streamed equals resident."""
@@ -131,6 +130,3 @@ def test_long_rows_give_the_same_bits_every_time(name: str) -> None:
     assert all(map(torch.equal, first, trained(**CASES[name])))
     assert all(map(torch.equal, first, trained(**CASES[name], placement="stream")))
     assert settings() == before
-
-
-test_long_rows_give_the_same_bits_every_time.pytestmark += gpu

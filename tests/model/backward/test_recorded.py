@@ -11,7 +11,7 @@ import keyhole
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from tests.ops.test_fp8 import same
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not backend.INTERPRETED, reason="needs TRITON_INTERPRET=1")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 UPDATE = {"update_step": 3, "coef": [1e-2, 0.7]}
 CASES: dict[str, dict[str, Any]] = {
