@@ -222,8 +222,9 @@ def _frozen_head(model: Model, method: Method) -> list[str]:
     names = [name for name in frozen if name.rpartition(".")[0] not in adapted]
     if not names:
         return []
-    layers = ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in names))
-    instead = f"take {layers} out of `freeze`" + (", or into target_modules" if METHODS[method.name].keeps_base else "")
+    row, layers = METHODS[method.name], ", ".join(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    adapters = f"leave {row.section}.target_modules out, or add {layers}, for adapters there ({layers} not in `freeze`)"
+    instead = adapters if row.keeps_base else f"take {layers} out of `freeze`"
     return [f"warning: head: {', '.join(names)}: drawn from the seed, and not trained; {instead}"]
 
 

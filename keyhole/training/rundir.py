@@ -40,7 +40,6 @@ from keyhole.errors import UserError
 from keyhole.ranks.join import others_launched
 
 FORMAT = 1
-NEW = "choose a new or empty directory"
 MARKER_BYTES = 2**20
 WRITTEN = {"keyhole.json", "config.yaml", "env.json", "metrics.jsonl", "lock"}  # no run begins without these
 # Leftovers of a killed process, half-written (names: disk/files.py). Only our own; the lock is held, so no process is
@@ -69,7 +68,7 @@ class RunDir:
         try:
             found = json.loads(read_small(self.marker, MARKER_BYTES)).get("run")
         except (OSError, ValueError, RecursionError, AttributeError) as error:
-            raise UserError(f"output_dir: {self.marker} cannot be read: {error}; {NEW}") from error
+            raise UserError(f"output_dir: {self.marker} cannot be read: {error}; {self.way_out()}") from error
         return found if isinstance(found, str) else None
 
     @property
@@ -92,6 +91,12 @@ class RunDir:
     def place(self) -> Place:
         """What `--resume` needs to know about this directory."""
         return Place(self.root, self.journal, self.run_id, self.holds)
+
+    def way_out(self) -> str:
+        """Advice where the run cannot be identified: resume one of its checkpoints into another output_dir."""
+        newest = checkpoints(self.root)[-1:]
+        other = f"; its newest checkpoint goes on there with --resume {newest[0]}" if newest else ""
+        return f"choose a new or empty directory{other}"
 
 
 class Lock:
@@ -154,7 +159,8 @@ def inspect(output_dir: str, resume: bool, lock: Lock | None = None) -> RunDir:
         stranger = None if found.is_ours else _first_file(found.root)
     if stranger is not None:
         what = f"holds files that keyhole did not write (such as {stranger.name})"
-        raise UserError(f"output_dir: {found.root} {what}; {NEW}")
+        what += f", and run/{found.marker.name} is not there" if checkpoints(found.root) else ""
+        raise UserError(f"output_dir: {found.root} {what}; {found.way_out()}")
     if lock is not None and (resume or found.holds is None):  # another run may add to it until it is taken
         lock.take()
     if not resume and found.holds is not None:

@@ -181,8 +181,8 @@ def test_a_finished_run_can_be_made_longer(make: Make, capsys: pytest.CaptureFix
 
 
 def test_resuming_a_finished_run_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is nothing left to do: exit code 0, the same weights, the same metrics. The first model gets the tokenizer
-    of the data; a checkpoint has its own, and the data keep none beside it."""
+    """There is nothing left to do: exit code 0, the same weights, the same metrics. The model gets the
+    tokenizer of the data."""
     config, given, load_model = make(), [], build.load_model
 
     def load(config: Any, choice: Any, data: Any, *how: Any) -> Any:
@@ -193,7 +193,7 @@ def test_resuming_a_finished_run_changes_nothing(make: Make, monkeypatch: pytest
     monkeypatch.setattr(build, "load_model", load)
     train(config)
     before, entries = weights(config.output_dir), metrics(config)
-    assert train(config, resume="") == 0 and given == [True, None]
+    assert train(config, resume="") == 0 and given == [True, True]
     assert same(before, weights(config.output_dir)) and metrics(config) == entries
 
 
