@@ -36,7 +36,7 @@ from keyhole.checkpoint.writer import method_state, split_state, write_state
 from keyhole.disk.tensors import write_tensors
 from keyhole.errors import UserError
 from keyhole.hf.arguments import Wanted
-from keyhole.machine.probe import versions
+from keyhole.machine.host import versions
 from keyhole.methods.base import Method
 from keyhole.methods.settings import MethodSettings
 from keyhole.model.model import Model

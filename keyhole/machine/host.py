@@ -1,4 +1,4 @@
-"""Host memory and cores that this process can actually use.
+"""Host memory and cores that this process can actually use, and the versions of what is installed.
 
     host_memory() -> total, available, limit     bytes
 
@@ -11,13 +11,18 @@ control group file system), and "available" is the memory that can be used witho
 Page cache counts as used in a group but is freed on demand; hence inactive_file. This file does not import torch.
 """
 
+import importlib.metadata
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import keyhole
 from keyhole.machine.sizes import GIB
 
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets")
 NO_LIMIT_BYTES = 2**60  # version 1 writes a huge number for "no limit"
 
 
@@ -90,3 +95,18 @@ def cpu_has_bf16(proc: Path = Path("/proc")) -> bool:
     """Whether the CPU has bfloat16 arithmetic (x86: AVX-512 BF16 or AMX; ARM: BF16). Unknown counts as yes."""
     words = read_text(proc / "cpuinfo").split()
     return not words or bool({"bf16", "avx512_bf16", "amx_bf16"} & set(words))
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions; None = not installed."""
+    found: dict[str, str | None] = {"keyhole": keyhole.__version__, "python": platform.python_version()}
+    return found | {name: installed_version(name) for name in PACKAGES}
+
+
+@cache
+def installed_version(name: str) -> str | None:
+    """The version of a package, cached: finding it searches directories and parses a file of a hundred kilobytes."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -5,38 +5,19 @@
 
 Link rates are in GB/s (10^9), as on data sheets; everything else is in bytes."""
 
-import importlib.metadata
 import os
 import platform
 import time
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import keyhole
-from keyhole.machine.host import cpu_count, host_memory, read_text
+from keyhole.machine.host import cpu_count, host_memory, installed_version, read_text, versions
 from keyhole.machine.rates import WORKSPACE_BYTES, WORKSPACE_BYTES_9
 
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets")
 LINK_PROBE_BYTES = 64 * 2**20
-
-
-def versions() -> dict[str, str | None]:
-    """Installed versions; None = not installed."""
-    found: dict[str, str | None] = {"keyhole": keyhole.__version__, "python": platform.python_version()}
-    return found | {name: installed_version(name) for name in PACKAGES}
-
-
-@cache
-def installed_version(name: str) -> str | None:
-    """The version of a package, cached: finding it searches directories and parses a file of a hundred kilobytes."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def gpus() -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ budget, refuses what fits neither device nor host before any weight is read (wit
 it fit, advice.py), and says what was decided, one line per decision, for the start block.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -260,8 +261,22 @@ def outside_lines(module: nn.Module, layout: Layout) -> list[str]:
         numel = sum(tensor.shape.numel() for tensor in frozen)
         lines.append(
             f"frozen: {numel:,} parameters ({numel / total:.1%}) that a batch of tokens never reaches: "
-            + listed([tensor.name for tensor in frozen])
+            + listed(
+                _outermost({t.name for t in frozen}, {t.name for t in layout.tensors if not is_unreached(t.param)})
+            )
         )
     if untried := getattr(module, "keyhole_untried", ""):
         lines.append(f"all parameters count as used: a forward without weights, which would tell, fails ({untried})")
     return lines
+
+
+def _outermost(names: set[str], others: set[str]) -> list[str]:
+    """The outermost modules that hold names and none of the others; `*` stands for numbers."""
+    shared = {name[:end] for name in others for end in range(len(name)) if name[end] == "."}
+    parts: dict[str, None] = {}
+    for name in sorted(names):
+        steps = name.split(".")
+        above = [".".join(steps[:n]) for n in range(1, len(steps) + 1)]
+        own = next((part for part in above if part not in shared), name)
+        parts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", own)] = None
+    return list(parts)

@@ -23,7 +23,8 @@ from keyhole.data.run import load_data
 from keyhole.data.settings import DataSettings
 from keyhole.disk.files import writing_to
 from keyhole.disk.json_text import Json
-from keyhole.machine.probe import environment, versions
+from keyhole.machine.host import versions
+from keyhole.machine.probe import environment
 from keyhole.methods import METHODS
 from keyhole.model.weights.save import check_names
 from keyhole.training import rundir

@@ -62,10 +62,11 @@ def check_plan(
     """Parses options and config and checks that the model exists; UserError names the first mistake."""
     rates = machine if machine is None or machine.lower() == HERE else profile(machine)
     ram_bytes, gpu_bytes = _bytes("--ram", ram), _bytes("--gpu", gpu)
-    rate = None if link is None else _bytes("--link", link.strip().removesuffix("/s"))
+    try:
+        rate = None if link is None else float(Bytes.parse(link.strip().removesuffix("/s")))
+    except ValueError as error:
+        raise UserError(f"--link: {link!r} is no rate, such as 25GB/s") from error
     shape = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,7})", (tokens or "1x1").strip().lower())
-    if rate == 0:
-        raise UserError(f"--link: {link!r} is no rate, such as 25GB/s")
     if shape is None:
         raise UserError(f"--tokens: found {tokens!r}, expected samples x tokens, such as 4x1024")
     named, words = split_words([model, *overrides])

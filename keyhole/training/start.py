@@ -51,7 +51,7 @@ from keyhole.disk.json_text import Json
 from keyhole.disk.weight_files import content_hash, weight_files
 from keyhole.errors import UserError
 from keyhole.machine.collector import HEAVY, imports
-from keyhole.machine.probe import versions
+from keyhole.machine.host import versions
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory, find_directory
 from keyhole.ranks import Ranks

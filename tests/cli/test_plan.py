@@ -67,7 +67,7 @@ def test_settings_alone_are_planned(directory: Path, capsys: pytest.CaptureFixtu
     [
         (["--tokens", "4"], "expected samples x tokens, such as 4x1024"),
         (["--gpu", "8"], "such as 8GiB"),
-        (["--link", "fast"], "--link: 'fast' is not a size"),
+        (["--link", "fast"], "--link: 'fast' is no rate"),
         (["--machine", "cray"], "is not one of laptop, 3060"),
     ],
 )

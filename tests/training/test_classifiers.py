@@ -140,7 +140,7 @@ def test_a_saved_classifier_needs_no_head(make: Make, tmp_path: Path) -> None:
     assert train(resolve(TrainConfig(**again, output_dir=str(tmp_path / "again")))[0]) == 0
     with pytest.raises(UserError, match="loss: candidates has no meaning for a classifier"):
         train(resolve(TrainConfig(**again, output_dir=str(tmp_path / "third"), loss="candidates"))[0])
-    files = again | {"task": None, "task_data": None, "train_data": str(tmp_path / "data" / "own" / "train.jsonl")}
+    files = again | {"task": None, "task_data": None, "train_data": "demo"}
     with pytest.raises(UserError, match="labels come from a task"):
         train(resolve(TrainConfig(**files, output_dir=str(tmp_path / "third")))[0])
 
