@@ -1,13 +1,19 @@
-"""A step of every method with gradients, block by block: one rank's share of the rows, forward, backward, update.
+"""A step of every method with gradients, block by block: one rank's share of the micro-batches, forward, backward,
+update. (Method.step in base.py checks the batch and what a caller may not do, then calls `_step`.)
 
-    settle      what other methods have deferred
-    share       this rank's micro-batches (shards.py)
-    forward     all micro-batches pass each block; the loss is the mean over all trained tokens of the step
-    update      the method's part: it runs one backward pass or more (model/backward/reverse.py), each of which hands
-                every complete gradient to a sink, and uses the gradients there and then (LOMO; once more before that
-                where it must know the norm of all), on the host (adam-offload), or from .grad (LoRA)
+    settle      what other methods have deferred is applied to the weights
+    share       this rank's micro-batches, all of one step (shards.py); a rank without any repeats one with weight 0
+    forward     all micro-batches pass each block; the loss is the mean over all trained tokens (or questions) of all
+                ranks, so several micro-batches are one large batch
+    update      the method's part: it runs one backward pass or more (model/backward/reverse.py). Each hands every
+                complete gradient of a trained weight, perhaps as two factors, to a sink (model/backward/sink.py),
+                which uses it there and then (LOMO), passes it to the host, which updates while the pass goes on and
+                until the next forward (adam-offload), or adds it to .grad (LoRA). A rule that must know a norm of all
+                gradients first (clipping), or scales the loss (float16), takes a pass more
 
-A method defines `_update`, and what it keeps between steps.
+Gradients are of this rank's share: the method adds those of all ranks where it has them. Nothing here looks for
+numbers that are not finite: `_update` does, before it changes a weight where it can. A method makes its passes in its
+`_setup` (`_differentiate`), defines `_update`, and what it keeps between steps (base.py).
 """
 
 from collections.abc import Sequence
@@ -24,7 +30,8 @@ from keyhole.model.batch import Batch, DeviceBatch
 
 
 class Backward(Protocol):
-    """A backward pass of the step: hands every gradient of loss_scale * loss to the sink. last: no other follows."""
+    """A backward pass of the step: hands every gradient of loss_scale * loss, of this rank's share, to the sink. Called
+    as often as the update needs it. last: no other follows."""
 
     def __call__(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None: ...
 
@@ -51,7 +58,7 @@ class GradientMethod(Method):
 
     @property
     def backward_passes(self) -> int:
-        """Backward passes of the next step."""
+        """Backward passes of the next step, at most."""
         return 1
 
     def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
