@@ -133,28 +133,6 @@ def test_a_second_run_of_a_block_sees_the_masks_of_the_first() -> None:
         assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
-@in_every_run(lambda method: method in ("lomo", "adam-offload", "lsp", "lora"))
-@pytest.mark.parametrize("method", FIRST_ORDER)
-def test_stopped_and_resumed_is_uninterrupted(method: str) -> None:
-    """To the bit, and nobody else's generator moves."""
-    before = torch.get_rng_state()
-    straight = make(method, load())
-    train(straight, 0, 3)
-    first = make(method, load())
-    train(first, 0, 2)
-    state = {key: v.clone() if torch.is_tensor(v) else v for key, v in first.state_dict().items()}
-    model = load()
-    if not METHODS[method].keeps_base:
-        for tensor in model.layout.tensors:
-            model.home(tensor).copy_(weights(first.model)[tensor.name])
-    second = make(method, model)
-    second.load_state_dict(state)
-    train(second, 2, 3)
-    expected, found = trained(straight), trained(second)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("method", ["adamw", "lomo", "lsp", "adam-offload"])
 def test_a_run_from_before_goes_on_without_dropout(method: str) -> None:
     """Its state does not know dropout: the setting to change is named, and then it is loaded."""

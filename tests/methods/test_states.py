@@ -11,6 +11,8 @@ from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from tests.matrix import in_every_run
+from tests.methods.lomo.loops import weights
+from tests.methods.test_dropout import trained
 from tests.model.decoders import batch, config
 
 OWN: dict[str, dict[str, Any]] = {"lsp": {"d": 16, "r": 2, "learn": False}, "galore": {"rank": 4}}
@@ -22,10 +24,10 @@ def make(name: str, **changes: Any) -> tuple[keyhole.Model, Method]:
 
 
 def step(method: Method, seed: int) -> dict[str, torch.Tensor]:
-    """The weights after a step."""
+    """What the method has trained after a step: weights, or adapters."""
     method.step(batch(seed=seed))
     method.flush()
-    return {name: tensor.clone() for name, tensor in method.model.named_tensors()}
+    return trained(method)
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -36,22 +38,23 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_an_earlier_state_forgets_what_came_later(name: str) -> None:
     """Weights and state set back to the beginning, two steps are those of a new method."""
     model, method = make(name)
-    first = {name: tensor.clone() for name, tensor in model.named_tensors()}
+    first = weights(model)
     state = copy.deepcopy(method.state_dict())
     wanted = [step(method, seed) for seed in (1, 2)]
     for own, tensor in model.named_tensors():
         tensor.copy_(first[own])
     method.load_state_dict(state)
-    assert all(equal(step(method, seed), weights) for seed, weights in zip((1, 2), wanted, strict=True))
+    assert all(equal(step(method, seed), after) for seed, after in zip((1, 2), wanted, strict=True))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_loaded_state_is_a_copy(name: str) -> None:
     """Of a method that goes on: its next steps do not change the moments of the other."""
     (_, method), (other_model, other) = make(name), make(name)
-    weights = step(method, 1)
+    step(method, 1)
+    first = weights(method.model)
     for own, tensor in other_model.named_tensors():
-        tensor.copy_(weights[own])
+        tensor.copy_(first[own])
     other.load_state_dict(method.state_dict())
     wanted = step(method, 2)
     step(method, 3)

@@ -131,26 +131,6 @@ def test_bfloat16_weights_are_the_rounded_master() -> None:
     assert min(moved) > 0.9
 
 
-@in_every_run(lambda clip: clip is not None)
-@pytest.mark.parametrize("clip", [0.5, None])
-def test_resume_is_exact(clip: float | None) -> None:
-    """2 + 2 steps are 2 steps, a stop, and 2 more, also from resident to streamed."""
-    whole = trained(load(dtype="bfloat16"), 4, max_grad_norm=clip)
-    first = load(dtype="bfloat16")
-    before = AdamOffload(first, max_grad_norm=clip, **HOW)
-    for t in range(2):
-        before.step(micro(t))
-    before.flush()
-    for second in (load(dtype="bfloat16"), streamed(load(dtype="bfloat16"))):
-        after = AdamOffload(second, max_grad_norm=clip, **HOW)
-        after.load_state_dict(
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in before.state_dict().items()}
-        )
-        for t in range(2, 4):
-            after.step(micro(t))
-        assert same(whole, weights(second))
-
-
 def test_state_is_views_of_12_bytes_a_parameter() -> None:
     """Saving copies nothing."""
     model = load()

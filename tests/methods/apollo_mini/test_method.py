@@ -68,18 +68,6 @@ def test_streamed_equals_resident(dtype: str) -> None:
     assert all(torch.equal(tensor, runs[1][1][key]) for key, tensor in runs[0][1].items())
 
 
-def test_n_plus_m_steps_are_n_a_stop_and_m() -> None:
-    """The state holds all that the rule remembers."""
-    straight, stopped = load(), load()
-    train(APOLLOMini(straight, LR, refresh=REFRESH), 5)
-    first = APOLLOMini(stopped, LR, refresh=REFRESH)
-    train(first, 2)
-    second = APOLLOMini(stopped, LR, refresh=REFRESH)
-    second.load_state_dict(first.state_dict())
-    train(second, 3, first=2)
-    assert all(torch.equal(tensor, weights(stopped)[key]) for key, tensor in weights(straight).items())
-
-
 def test_state_is_that_of_a_vector_per_matrix() -> None:
     """Two numbers per element of the longer side of a matrix, and one more."""
     opt = APOLLOMini(load(), LR)

@@ -1,29 +1,9 @@
 """LOMO in sixteen bits: where small steps go, how float16 scales its loss, and that a stopped run loses none of it."""
 
-import pytest
 import torch
 
-from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO, LossScale
-from tests.matrix import in_every_run
-from tests.methods.lomo.loops import load, micro_batches, train, weights
-
-
-@in_every_run(lambda method, options: "rounding" in options if method is LOMO else not options)
-@pytest.mark.parametrize("method", [LOMO, AdaLOMO])
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "rounding": "kahan"}])
-def test_stopped_and_resumed_is_uninterrupted(method: type, options: dict[str, str]) -> None:
-    """State through a dict, weights as they are: the same bits."""
-    rounding = {"rounding": options["rounding"]} if "rounding" in options else {}
-    where = {"dtype": options.get("dtype", "float32")}
-    straight, stopped = load(**where), load(**where)
-    train(method(straight, **rounding), 4)
-    first = method(stopped, **rounding)
-    train(first, 2)
-    second = method(stopped, **rounding)
-    second.load_state_dict({key: value for key, value in first.state_dict().items()})
-    train(second, 2, first=2)
-    assert all(torch.equal(value, weights(stopped)[key]) for key, value in weights(straight).items())
+from tests.methods.lomo.loops import load, micro_batches, weights
 
 
 def test_a_float32_home_beats_sixteen_bits() -> None:

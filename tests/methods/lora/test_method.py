@@ -1,6 +1,5 @@
 """LoRA by peft: the model stays frozen, what is saved is an ordinary model, and resume is exact."""
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -123,42 +122,6 @@ def test_the_adapter_of_a_classifier_is_read_by_peft(tiny_model: Path, tmp_path:
     torch.testing.assert_close(loaded(**rows).logits, again.module(**rows).logits, rtol=1e-4, atol=1e-5)
     with loaded.disable_adapter():
         assert not torch.equal(loaded(**rows).logits, again.module(**rows).logits)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_resume_is_exact(dropout: float) -> None:
-    """3 + 3 steps are 3 steps, a stop, and 3 more; dropout included, and without touching anyone's generator."""
-
-    def steps(method: LoRA, first: int, last: int) -> None:
-        for t in range(first, last):
-            method.step(batch(seed=t))
-
-    options = {"lr": 1e-2, "r": 4, "dropout": dropout}
-    random_state = torch.get_rng_state()
-    whole, before, after = (LoRA(load(), activations=kept, **options) for kept in ("none", "none", "block"))
-    steps(whole, 0, 6)
-    steps(before, 0, 3)
-    after.load_state_dict(before.state_dict())
-    steps(after, 3, 6)
-    for key in whole.params:
-        assert torch.equal(whole.params[key], after.params[key])
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
-@pytest.mark.parametrize("make", [LoRA, keyhole.LOMOLoRA, keyhole.AdamW])
-def test_a_loaded_state_is_a_copy(make: type) -> None:
-    """state_dict returns live moments: a method that loads them must not share them with the one that has them."""
-    first, second, third = (make(load(), 1e-2) for _ in range(3))
-    first.step(batch(seed=1))
-    second.load_state_dict(first.state_dict())
-    third.load_state_dict(copy.deepcopy(first.state_dict()))
-    first.step(batch(seed=2))
-    for method in (second, third):
-        method.step(batch(seed=3))
-    shared, apart = (
-        {n: x for n, x in one.state_dict().items() if isinstance(x, torch.Tensor)} for one in (second, third)
-    )
-    assert all(torch.equal(shared[name], apart[name]) for name in apart)
 
 
 def test_a_state_on_top_of_merged_weights_is_refused(tmp_path: Path) -> None:

@@ -105,26 +105,6 @@ def test_accumulation_is_exact() -> None:
         torch.testing.assert_close(kept[target.name], grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "where, dtype, clip, more",
-    [("gpu", "bfloat16", None, {}), ("cpu", "float32", 0.7, {}), ("gpu", "float32", None, {"preset": "paper"})],
-)
-def test_stopped_and_resumed_is_uninterrupted(where: str, dtype: str, clip: float | None, more: dict[str, str]) -> None:
-    """State through a dict, in the middle of a subspace's life and after it was replaced: the same bits."""
-    straight, stopped = load(dtype=dtype), load(dtype=dtype)
-    options = {"optimizer_on": where, "max_grad_norm": clip, "fit_steps": 5, **SOON, **more}
-    whole = LSP(straight, **options)
-    train(whole, 5)
-    first = LSP(stopped, **options)
-    train(first, 3)
-    second = LSP(stopped, **options)
-    second.load_state_dict(dict(first.state_dict().items()))
-    first.close()
-    train(second, 2, first=3)
-    assert max(target.generation for target in second.targets.values()) > 1
-    assert all(torch.equal(value, weights(stopped)[key]) for key, value in weights(straight).items())
-
-
 def test_good_projectors_stay_and_bad_ones_go() -> None:
     """At a check only matrices above alpha get new projectors, and a sample of all is looked at."""
     for alpha, replaced in ((1.0, False), (1e-6, True)):

@@ -92,21 +92,6 @@ def test_streamed_equals_resident(name: str, dtype: str, moments: str, clip: flo
         assert all(torch.equal(tensor, weights(model)[key]) for key, tensor in held.items())
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_n_plus_m_steps_are_n_a_stop_and_m(clip: float | None) -> None:
-    """The state holds all that the rule remembers; it may be loaded where weights lie elsewhere."""
-    straight, stopped = load(dtype="bfloat16"), load(dtype="bfloat16")
-    train(Muon(straight, LR, max_grad_norm=clip), 4)
-    first = Muon(stopped, LR, max_grad_norm=clip)
-    train(first, 2)
-    state = {key: value.clone() if torch.is_tensor(value) else value for key, value in first.state_dict().items()}
-    again = streamed(stopped, slot_count=3)
-    second = Muon(again, LR, max_grad_norm=clip)
-    second.load_state_dict(state)
-    train(second, 2, first=2)
-    assert all(torch.equal(tensor, weights(again)[key]) for key, tensor in weights(straight).items())
-
-
 def test_a_loop_of_one_s_own_takes_the_same_steps() -> None:
     """backward(loss): gradients of all units arrive before the first is finished, and states make room."""
     stepped, own = load(), load()
