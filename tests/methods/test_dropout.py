@@ -1,6 +1,6 @@
 """The model's own dropout in first-order training: Hugging Face's, reproducible, and the same wherever the model is."""
 
-import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ from keyhole.methods import METHODS
 from keyhole.methods.dropout import PASSES, dropout_rates
 from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
-from tests.methods.lomo.loops import micro_batches, weights
+from tests.methods.lomo.loops import micro_batches
 from tests.model.decoders import config
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed, trained, under_random_delays
 
 SHAPES = {
     "opt": {"dropout": 0.2, "attention_dropout": 0.1},
@@ -37,12 +37,6 @@ def train(opt: Any, first: int, last: int) -> list[float]:
     losses = [float(opt.step(micro_batches(t, 2))) for t in range(first, last)]
     opt.flush()
     return losses
-
-
-def trained(opt: Any) -> dict[str, torch.Tensor]:
-    """What the method has trained: weights, or adapters."""
-    own = {name: p.detach().clone() for name, p in (opt.params or {}).items()}
-    return weights(opt.model) | own
 
 
 class Broken(Exception):
@@ -113,13 +107,9 @@ def test_it_is_what_a_module_in_training_mode_does(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_streamed_equals_resident(name: str, method: str) -> None:
     """In whole blocks and in units smaller than a block, with two micro-batches and the exact norm, to the bit."""
-    found = []
-    for how in (None, {"slot_count": 2}, {"max_unit_numel": 1, "slot_count": 12}):
-        model = load(name) if how is None else streamed(load(name), **how)
-        opt = make(method, model, max_grad_norm=0.7)
-        found.append((train(opt, 0, 2), trained(opt)))
-    for losses, other in found[1:]:
-        assert losses == found[0][0] and all(torch.equal(other[key], found[0][1][key]) for key in other)
+    cuts = {"slot_count": 2}, {"max_unit_numel": 1, "slot_count": 12}
+    models = [load(name), *(streamed(load(name), **how) for how in cuts)]
+    assert_trained_alike(models, partial(make, method, max_grad_norm=0.7), [micro_batches(t, 2) for t in range(2)])
 
 
 def test_a_second_run_of_a_block_sees_the_masks_of_the_first() -> None:
@@ -175,13 +165,7 @@ def test_a_rate_that_is_no_share_is_refused(rate: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["lomo", "adalomo", "lsp", "adam-offload"])
 def test_streamed_equals_resident_on_a_gpu(method: str) -> None:
-    """The generator of the device belongs to a pass too; streams are delayed at random."""
-    runs = []
-    for seed in range(3):
-        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
-        model = keyhole.load(config("opt", **SHAPES["opt"]), init="random", device="cuda", dtype="bfloat16", **engine)
-        opt = make(method, model, max_grad_norm=0.7)
-        runs.append((train(opt, 0, 3), {key: tensor.cpu() for key, tensor in weights(model).items()}))
-        model.close()
-    for losses, found in runs[1:]:
-        assert losses == runs[0][0] and all(torch.equal(found[key], runs[0][1][key]) for key in found)
+    """The generator of the device belongs to a pass too."""
+    shape = config("opt", **SHAPES["opt"])
+    models = under_random_delays(partial(keyhole.load, shape, init="random", device="cuda", dtype="bfloat16"))
+    assert_trained_alike(models, partial(make, method, max_grad_norm=0.7), [micro_batches(t, 2) for t in range(3)])

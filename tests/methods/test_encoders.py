@@ -11,8 +11,9 @@ from keyhole import ops
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from tests.matrix import in_every_run
-from tests.methods.test_objective import EPS, OWN, check_streamed
+from tests.methods.test_objective import EPS, OWN
 from tests.model.encoders import batch, config, plain_loss
+from tests.model.streaming import assert_trained_alike, streamed
 
 NAMES = ["bert", "roberta", "mpnet"]
 STREAMED = [name for name in METHODS if METHODS[name].streams]
@@ -97,7 +98,9 @@ def test_zo_equals_the_textbook_loop(encoder: str) -> None:
 )
 def test_streamed_equals_resident(encoder: str, name: str) -> None:
     """Losses and weights to the bit."""
-    check_streamed(load(encoder), partial(make, name), micro_batches)
+    resident = load(encoder)
+    models = streamed(resident, slot_count=3), resident
+    assert_trained_alike(models, partial(make, name), [micro_batches(t) for t in range(2)])
 
 
 @in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "lora"))
@@ -117,12 +120,6 @@ def test_every_method_learns(name: str) -> None:
 @pytest.mark.parametrize("name", STREAMED)
 def test_gpu_streamed_equals_resident(name: str) -> None:
     """The same on a device."""
-    found = []
-    for placement in ("resident", "stream"):
-        model = load("mpnet", device="cuda", placement=placement, workload=keyhole.Workload(method=name))
-        method = make(name, model)
-        losses = [float(method.step(micro_batches(t))) for t in range(4)]
-        method.flush()
-        found.append((losses, {key: tensor.cpu().clone() for key, tensor in model.named_tensors()}))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(tensor, found[1][1][key]) for key, tensor in found[0][1].items())
+    options = {"device": "cuda", "workload": keyhole.Workload(method=name)}
+    models = (load("mpnet", placement=placement, **options) for placement in ("resident", "stream"))
+    assert_trained_alike(models, partial(make, name), [micro_batches(t) for t in range(4)])

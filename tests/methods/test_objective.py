@@ -20,7 +20,7 @@ from keyhole.model.structure import layout as layout_module
 from tests.matrix import in_every_run
 from tests.model.candidates import candidate_batch, plain_candidates_loss
 from tests.model.decoders import config
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed
 
 EPS = 1e-3  # of Adam: some biases have no gradient but rounding, which it would blow up
 OWN: dict[str, dict[str, Any]] = {  # settings for a model of width 32
@@ -51,22 +51,6 @@ def make(name: str, model: keyhole.Model, **options: Any) -> Method:
 def micro_batches(t: int) -> list[dict[str, torch.Tensor]]:
     """Two, with different numbers of questions and of candidates."""
     return [candidate_batch([2, 3], seed=2 * t), candidate_batch([4], seed=2 * t + 1)]
-
-
-def check_streamed(
-    resident: keyhole.Model,
-    make: Callable[[keyhole.Model], Method],
-    micro_batches: Callable[[int], list[dict[str, torch.Tensor]]],
-) -> None:
-    """Two steps of a streamed copy give the losses and weights of the resident model, to the bit."""
-    found = []
-    for model in (streamed(resident, slot_count=3), resident):
-        method = make(model)
-        losses = [float(method.step(micro_batches(t))) for t in range(2)]
-        method.flush()
-        found.append((losses, dict(model.named_tensors())))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(tensor, found[0][1][key]) for key, tensor in found[1][1].items())
 
 
 def trained(model: keyhole.Model) -> dict[str, torch.Tensor]:
@@ -158,7 +142,9 @@ def test_equals_plain_torch(name: str, decoder: str) -> None:
 def test_streamed_equals_resident(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and weights to the bit, where the head is visited in three chunks."""
     monkeypatch.setattr(layout_module, "CHUNK_ROWS", 40)
-    check_streamed(load("qwen2"), partial(make, name), micro_batches)
+    resident = load("qwen2")
+    models = streamed(resident, slot_count=3), resident
+    assert_trained_alike(models, partial(make, name), [micro_batches(t) for t in range(2)])
 
 
 def test_a_zeroth_order_run_resumes_and_replays(tmp_path: Path) -> None:
@@ -189,14 +175,6 @@ def test_a_zeroth_order_run_resumes_and_replays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", STREAMED)
 def test_gpu_streamed_equals_resident(name: str) -> None:
     """The same on a device, twice in a row: nothing is added up in an order of chance."""
-    found = []
-    for placement in ("resident", "stream", "resident"):
-        workload = keyhole.Workload(method=name)
-        model = load("qwen2", device="cuda", placement=placement, workload=workload)
-        method = make(name, model)
-        losses = [float(method.step(micro_batches(t))) for t in range(4)]
-        method.flush()
-        found.append((losses, {key: tensor.cpu().clone() for key, tensor in model.named_tensors()}))
-    for losses, weights in found[1:]:
-        assert losses == found[0][0]
-        assert all(torch.equal(tensor, found[0][1][key]) for key, tensor in weights.items())
+    options = {"device": "cuda", "workload": keyhole.Workload(method=name)}
+    models = (load("qwen2", placement=placement, **options) for placement in ("resident", "stream", "resident"))
+    assert_trained_alike(models, partial(make, name), [micro_batches(t) for t in range(4)])

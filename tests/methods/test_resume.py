@@ -11,9 +11,9 @@ from tests.matrix import in_every_run
 from tests.methods.lomo.loops import load as load_plain
 from tests.methods.lomo.loops import micro_batches, weights
 from tests.methods.lsp.loops import SOON
-from tests.methods.test_dropout import FIRST_ORDER, OWN, trained
+from tests.methods.test_dropout import FIRST_ORDER, OWN
 from tests.methods.test_dropout import load as load_with_dropout
-from tests.model.streaming import streamed
+from tests.model.streaming import streamed, trained
 
 
 class Case(NamedTuple):

@@ -12,8 +12,8 @@ from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import weights
-from tests.methods.test_dropout import trained
 from tests.model.decoders import batch, config
+from tests.model.streaming import trained
 
 OWN: dict[str, dict[str, Any]] = {"lsp": {"d": 16, "r": 2, "learn": False}, "galore": {"rank": 4}}
 

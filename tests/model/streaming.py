@@ -1,27 +1,52 @@
 """A streamed twin of a resident model, cut and run as the test likes, past the decisions of plan/placement.py."""
 
-from collections.abc import Callable
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 import keyhole
+from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.offload.engine import Engine
 
 
-def assert_trained_alike(models: list[Model], make: Callable, steps: list[list[dict[str, torch.Tensor]]]) -> None:
-    """Losses and weights after these steps are the same to the bit."""
-    losses = []
+def trained(method: Method) -> dict[str, torch.Tensor]:
+    """What the method has trained: weights, and adapters beside them."""
+    beside = {} if method.addon is None else method.addon.params
+    return {name: x.detach().cpu().clone() for name, x in [*method.model.named_tensors(), *beside.items()]}
+
+
+def assert_trained_alike(
+    models: Iterable[Model], make: Callable[[Model], Method], steps: list[list[dict[str, torch.Tensor]]]
+) -> None:
+    """Losses, norms and what is trained are the same to the bit after these steps, at a rate that falls."""
+    found = []
     for model in models:
-        method = make(model)
-        losses.append(torch.stack([method.step(batches) for batches in steps]))
+        method, losses = make(model), []
+        for batches in steps:
+            losses.append(float(method.step(batches)))
+            method.lr *= 0.9
+        norm = float(method.metrics().get("grad_norm", 0.0))
         method.flush()
-    assert torch.equal(*losses) and losses[0].isfinite().all()
-    for (a, mine), (b, theirs) in zip(*(model.named_tensors() for model in models), strict=True):
-        assert a == b and torch.equal(mine.cpu(), theirs.cpu()), a
+        found.append((losses, norm, trained(method)))
+    assert len(found) > 1 and all(map(math.isfinite, losses))
+    for losses, norm, after in found[1:]:
+        assert (losses, norm) == found[0][:2] and after.keys() == found[0][2].keys()
+        assert not [name for name, tensor in after.items() if not torch.equal(tensor, found[0][2][name])]
+
+
+def under_random_delays(load: Callable[..., Model]) -> Iterator[Model]:
+    """A model resident, then streamed twice, with streams delayed at random and freed slots poisoned."""
+    for seed in range(3):
+        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
+        model = load(**engine)
+        yield model
+        model.close()
 
 
 def streamed(

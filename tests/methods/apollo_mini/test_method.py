@@ -9,7 +9,7 @@ from keyhole.methods.apollo_mini.method import GROWTH, APOLLOMini
 from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import close, load, micro_batches, weights
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed
 
 LR, REFRESH = 1e-3, 3
 
@@ -62,10 +62,8 @@ def test_equals_the_textbook(name: str, clip: float | None) -> None:
 def test_streamed_equals_resident(dtype: str) -> None:
     """Losses and weights to the bit."""
     resident = load(dtype=dtype)
-    away = streamed(resident, slot_count=3)
-    runs = [(train(APOLLOMini(model, LR), 4), weights(model)) for model in (resident, away)]
-    assert runs[0][0] == runs[1][0]
-    assert all(torch.equal(tensor, runs[1][1][key]) for key, tensor in runs[0][1].items())
+    models = resident, streamed(resident, slot_count=3)
+    assert_trained_alike(models, lambda model: APOLLOMini(model, LR), [micro_batches(t, 2) for t in range(4)])
 
 
 def test_state_is_that_of_a_vector_per_matrix() -> None:

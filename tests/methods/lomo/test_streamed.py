@@ -1,19 +1,18 @@
 """LOMO and AdaLOMO give the same bits wherever weights and activations are: streamed, cut, kept, redone, compiled."""
 
-import random
+from functools import partial
 
 import pytest
 import torch
 
-import keyhole
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.workload import Workload
 from keyhole.plan import fit
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, torch_sgd, train, weights
-from tests.model.decoders import LAYERS, NAMES, UNLIKE, config
-from tests.model.streaming import streamed
+from tests.model.decoders import LAYERS, NAMES, UNLIKE
+from tests.model.streaming import assert_trained_alike, streamed, under_random_delays
 from tests.traced import IN_PLACE
 
 FEW = ("gpt2", "qwen2", "mixtral", *UNLIKE)  # transposed, tied, with experts; and those unlike the six
@@ -24,13 +23,9 @@ FEW = ("gpt2", "qwen2", "mixtral", *UNLIKE)  # transposed, tied, with experts; a
 def test_streamed_equals_resident(name: str, method: type) -> None:
     """Losses and weights, to the bit, with the exact norm; in six families with two micro-batches."""
     resident = load(name)
-    other = streamed(resident, slot_count=2)
-    runs, micro = [], 2 if name in SIX else 1
-    for model in (resident, other):
-        opt = method(model, max_grad_norm=0.7)
-        runs.append((train(opt, 2, micro), weights(model), float(opt.norm)))
-    assert runs[0][0] == runs[1][0] and runs[0][2] == runs[1][2]
-    assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
+    steps = [micro_batches(t, 2 if name in SIX else 1) for t in range(2)]
+    models = resident, streamed(resident, slot_count=2)
+    assert_trained_alike(models, lambda model: method(model, 0.05, max_grad_norm=0.7), steps)
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "wire": "fp32"}])
@@ -89,14 +84,8 @@ def test_the_product_that_nobody_needs_is_left_out() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "mixtral", "gemma3"])
 def test_streamed_equals_resident_on_a_gpu(name: str, dtype: str, method: type) -> None:
-    """With streams delayed at random and freed slots poisoned; inputs in host memory or not."""
-    runs = []
-    for seed in range(3):
-        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
-        model = keyhole.load(config(name), init="random", device="cuda", dtype=dtype, **engine)
-        opt = method(model, max_grad_norm=0.7, activations="host" if seed == 2 else "block")
-        runs.append((train(opt, 4, 2), {k: v.cpu() for k, v in weights(model).items()}))
-        model.close()
-    for losses, found in runs[1:]:
-        assert losses == runs[0][0]
-        assert all(torch.equal(found[key], runs[0][1][key]) for key in found)
+    """Inputs of blocks in host memory or not."""
+    models = under_random_delays(partial(load, name, device="cuda", dtype=dtype))
+    kept = iter(("block", "block", "host"))
+    steps = [micro_batches(t, 2) for t in range(4)]
+    assert_trained_alike(models, lambda model: method(model, 0.05, max_grad_norm=0.7, activations=next(kept)), steps)

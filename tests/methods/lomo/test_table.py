@@ -1,7 +1,7 @@
 """Tables of several chunks of rows: each is a matrix of its own to AdaLOMO, wherever it lies."""
 
 import math
-import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import close, weights
 from tests.methods.lomo.test_adalomo import adalomo_by_the_book
 from tests.model.decoders import batch, config
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed, under_random_delays
 
 ROWS, VOCABULARY = 64, 99
 
@@ -61,14 +61,8 @@ def test_adalomo_has_factors_per_chunk(tied: bool) -> None:
 @pytest.mark.parametrize("tied, dtype", [(False, "bfloat16"), (True, "float32")])
 def test_streamed_equals_resident(tied: bool, dtype: str) -> None:
     """To the bit, also where each chunk is brought in by itself."""
-    resident = load(tied, dtype=dtype)
-    found = []
-    for model in (resident, streamed(load(tied, dtype=dtype), slot_count=2)):
-        opt = AdaLOMO(model, lr=0.01)
-        losses = [float(opt.step(batches(t))) for t in range(3)]
-        found.append((losses, weights(model)))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
+    models = load(tied, dtype=dtype), streamed(load(tied, dtype=dtype), slot_count=2)
+    assert_trained_alike(models, lambda model: AdaLOMO(model, lr=0.01), [batches(t) for t in range(3)])
 
 
 def test_a_gradient_that_is_not_finite_leaves_a_chunk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +86,5 @@ def test_a_gradient_that_is_not_finite_leaves_a_chunk_alone(monkeypatch: pytest.
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_streamed_equals_resident_on_a_gpu(dtype: str) -> None:
-    """Streams delayed at random, freed slots poisoned."""
-    found = []
-    for seed in range(3):
-        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
-        model = load(False, dtype=dtype, device="cuda", **engine)
-        opt = AdaLOMO(model, lr=0.01)
-        losses = [float(opt.step(batches(t))) for t in range(3)]
-        found.append((losses, {key: tensor.cpu() for key, tensor in weights(model).items()}))
-        model.close()
-    for losses, other in found[1:]:
-        assert losses == found[0][0] and all(torch.equal(other[key], found[0][1][key]) for key in other)
+    models = under_random_delays(partial(load, False, dtype=dtype, device="cuda"))
+    assert_trained_alike(models, lambda model: AdaLOMO(model, lr=0.01), [batches(t) for t in range(3)])

@@ -1,7 +1,7 @@
 """LSP: AdamW in the whole space, the same steps on GPU and CPU, streamed == resident, and what a subspace changes."""
 
 import math
-import random
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, micro_batches, weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
 from tests.model.decoders import LAYERS, NAMES, config
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed, under_random_delays
 from tests.traced import IN_PLACE
 
 
@@ -63,13 +63,10 @@ def test_streamed_equals_resident(name: str, where: str, clip: float | None) -> 
     """Losses and weights, to the bit; in six families with two micro-batches and projectors that are learned, and
     change in the last step."""
     resident = load(name)
-    runs, other = [], streamed(resident, slot_count=2)
-    for model in (resident, other):
-        opt = LSP(model, optimizer_on=where, max_grad_norm=clip, learn=name in SIX, **SOON)
-        runs.append((train(opt, *((3, 2) if name in SIX else (2, 1))), weights(model), float(opt.norm)))
-        opt.close()
-    assert runs[0][0] == runs[1][0] and runs[0][2] == runs[1][2]
-    assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
+    steps = [micro_batches(t, 2 if name in SIX else 1) for t in range(3 if name in SIX else 2)]
+    how = {"optimizer_on": where, "max_grad_norm": clip, "learn": name in SIX}
+    models = resident, streamed(resident, slot_count=2)
+    assert_trained_alike(models, lambda model: LSP(model, 1e-2, **how, **SOON), steps)
 
 
 @in_every_run(lambda kind: kind == "free")
@@ -152,15 +149,8 @@ def test_compiled_blocks() -> None:
 @pytest.mark.parametrize("clip", [None, 0.7])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
 def test_streamed_equals_resident_on_a_gpu(name: str, clip: float | None, kind: str, where: str) -> None:
-    """bfloat16, with streams delayed at random and freed slots poisoned."""
-    runs = []
-    for seed in range(3):
-        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
-        model = keyhole.load(config(name), init="random", device="cuda", dtype="bfloat16", **engine)
-        opt = LSP(model, kind=kind, optimizer_on=where, max_grad_norm=clip, fit_steps=5, **SMALL)
-        runs.append((train(opt, 5, 2), {k: v.cpu() for k, v in weights(model).items()}))
-        opt.close()
-        model.close()
-    for losses, found in runs[1:]:
-        assert losses == runs[0][0]
-        assert all(torch.equal(found[key], runs[0][1][key]) for key in found)
+    models = under_random_delays(partial(keyhole.load, config(name), init="random", device="cuda", dtype="bfloat16"))
+    how = {"kind": kind, "optimizer_on": where, "max_grad_norm": clip, "fit_steps": 5}
+    assert_trained_alike(
+        models, lambda model: LSP(model, 1e-2, **how, **SMALL), [micro_batches(t, 2) for t in range(5)]
+    )

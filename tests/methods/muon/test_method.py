@@ -1,6 +1,7 @@
 """Muon against torch.optim.Muon and AdamW; streamed, resumed, clipped, in 16 bits, and learning."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from keyhole.methods.muon.method import Muon, newton_schulz
 from keyhole.methods.muon.traits import MuonConfig
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import close, load, micro_batches, weights
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed
 
 LR = 1e-3
 
@@ -131,9 +132,6 @@ def test_state_is_two_bytes_per_element_of_a_matrix(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_streamed_equals_resident_on_a_gpu(clip: float | None) -> None:
     """bfloat16, states in slots of their own."""
-    runs = []
-    for place in ("resident", "stream"):
-        model = load(device="cuda", dtype="bfloat16", placement=place)
-        runs.append((train(Muon(model, LR, max_grad_norm=clip), 4), {k: v.cpu() for k, v in weights(model).items()}))
-        model.close()
-    assert runs[0][0] == runs[1][0] and all(torch.equal(v, runs[1][1][k]) for k, v in runs[0][1].items())
+    models = (load(device="cuda", dtype="bfloat16", placement=place) for place in ("resident", "stream"))
+    make = partial(Muon, lr=LR, max_grad_norm=clip)
+    assert_trained_alike(models, make, [micro_batches(t, 2) for t in range(4)])
