@@ -8,30 +8,16 @@
     model.save_pretrained("out")
 
 The packages in layers, from the bottom up; a file imports only from its own layer and those listed before it
-(tests/test_layers.py). Each package begins with a list of its files.
+(tests/test_layers.py). Each package begins with a list of its files; CONTRIBUTING.md says where a change goes.
 
-    errors, limits, weak   mistakes that the user can fix; bounds of numbers; callbacks that keep no owner alive
-    assets                 the embedded model and task
-    machine                memory, cores, GPU, link, measured rates
-    pages                  what all HTML pages share
-    disk                   durable files, weight files in published formats
-    ranks                  several processes that train one model
-    ops                    kernels, each beside its PyTorch reference
-    offload                moves pages between host memory and GPU; knows nothing of training
-    model                  a Hugging Face decoder in flat memory: structure, weights, forward and backward passes
-    methods                a folder per update rule: settings, step, bytes, FLOPs
-    plan                   which units stay on the GPU; bytes and seconds of a step
-    loading                `keyhole.load`
-    data                   from files to batches; tasks
-    checkpoint             checkpoints, and the journal of a zeroth-order run
-    eval, harness          scores, answers and chat; lm-evaluation-harness
-    config                 every setting of a run
-    hub                    publishes models
-    report                 pages about runs
-    training               the loop that all methods share, and everything around it
-    bench, demo, compare   programs: measurements, the demo, tables of many runs
-    cli                    the command line: one file per verb
-    hf                     Hugging Face's Trainer with keyhole's methods
+    errors, weak, assets, machine, limits, pages, disk, ranks      this computer, files, processes
+    ops, offload                   kernels beside their references; memory between host and GPU
+    model, methods                 a decoder in flat memory, forward and backward; a folder per update rule
+    config, plan, loading          every setting of a run; what fits and how fast; `keyhole.load`
+    data, checkpoint               from files to batches, tasks; checkpoints and the journal of `zo`
+    eval, harness, report, hub     scores and chat; lm-evaluation-harness; pages about runs; publishing
+    training                       the loop that all methods share, and everything around it
+    bench, demo, compare, cli, hf  programs; the command line; Hugging Face's Trainer
 """
 
 from typing import Any

@@ -91,3 +91,13 @@ def test_no_files_import_each_other() -> None:
         wanted = set().union(*left.values())
         left = {name: own & left.keys() for name, own in left.items() if own & left.keys() and name in wanted}
     assert not left, sorted(left)
+
+
+def test_one_module_names_the_accelerator() -> None:
+    """Code reaches torch.cuda by keyhole.machine.gpu, so that another accelerator is a change there."""
+    for path, parts in SOURCES.items():
+        if parts != ("machine", "gpu.py"):
+            names = (
+                ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+            )
+            assert "torch.cuda" not in names, path

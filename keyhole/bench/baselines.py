@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import keyhole
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.model.batch import Batch, as_list
 
 
@@ -84,8 +85,8 @@ def take_weights(model: keyhole.Model) -> nn.Module:
     be charged to the baseline. By way of the host where both do not fit. Afterwards only the module can be used."""
     model.apply_deferred()
     model.engine.wait_for_homes()
-    size, is_on_gpu = sum(home.nbytes for home in model.engine.homes), model.device.type == "cuda"
-    place = model.device if is_on_gpu and torch.cuda.mem_get_info(model.device)[0] > 1.1 * size else "cpu"
+    size, is_on_gpu = sum(home.nbytes for home in model.engine.homes), model.device.type == ACCELERATOR
+    place = model.device if is_on_gpu and accelerator.mem_get_info(model.device)[0] > 1.1 * size else "cpu"
     kept = [(t.param, t.param.data.to(place, copy=True)) for t in model.layout.tensors]
     for param, _ in kept:
         param.data = param.data.new_empty(0)

@@ -30,6 +30,7 @@ from keyhole.bench.cases import Case
 from keyhole.bench.process import Emit, Job
 from keyhole.bench.report import Cells, Record, Report, table
 from keyhole.bench.shapes import BLOCKS, LEAST_BLOCKS, model_config
+from keyhole.machine.gpu import ACCELERATOR
 from keyhole.machine.host import cpu_has_bf16
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.workload import Workload
@@ -61,7 +62,7 @@ def rates_of(device: torch.device, dtype: torch.dtype, quick: bool) -> dict[str,
 def measure_layer(case: Case, job: Job, emit: Emit) -> Record:
     """Times and sizes of a block."""
     device = measure.device_of(case.device or job.device)
-    dtype = torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
+    dtype = torch.bfloat16 if device.type == ACCELERATOR or cpu_has_bf16() else torch.float32
     length, blocks = (QUICK_LENGTH, QUICK_BLOCKS) if job.quick else (case.length, BLOCKS[case.model])
     config, tokens = model_config(case.model, blocks=LEAST_BLOCKS, quick=job.quick), case.batch * length
     model = keyhole.load(
@@ -75,7 +76,7 @@ def measure_layer(case: Case, job: Job, emit: Emit) -> Record:
         "tokens": tokens,
         "layers": blocks,
         "rates": rates,
-        "link": measure.link_rates(LINK_BYTES, rounds=3) if device.type == "cuda" else None,
+        "link": measure.link_rates(LINK_BYTES, rounds=3) if device.type == ACCELERATOR else None,
         "parameters": sum(t.shape.numel() for t in model.layout.tensors) + (blocks - LEAST_BLOCKS) * block_numel,
         "kept_bytes": kept_bytes(block, call),
         "floors": floors(block, tokens, length, config.hidden_size, rates),

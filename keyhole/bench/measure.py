@@ -31,13 +31,13 @@ from pathlib import Path
 import torch
 
 from keyhole.bench.report import Record
-from keyhole.machine.gpu import free_memory
+from keyhole.machine.gpu import ACCELERATOR, accelerator, free_memory
 from keyhole.machine.probe import copy_speed
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.plan.measure import best_s, product, wait
 
-Mark = float | torch.cuda.Event
+Mark = float | accelerator.Event
 SIDE = {"cuda": 8192, "cpu": 2048}  # of the matrices of a product
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**30}
 ROUND_BYTES, HOST_BYTES = 2**32, 2**30  # of the link, one way: per round, and of at least two host buffers
@@ -99,9 +99,9 @@ def time_parts(
 
 
 def _mark(device: torch.device) -> Mark:
-    if device.type != "cuda":
+    if device.type != ACCELERATOR:
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = accelerator.Event(enable_timing=True)
     event.record()
     return event
 
@@ -116,10 +116,10 @@ def clean_up(device: torch.device) -> None:
     """Frees unused memory, and resets the peaks (that of the host where the system allows it). Workspaces stay: graphs
     that were captured use them."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type == ACCELERATOR:
+        accelerator.synchronize(device)
+        accelerator.empty_cache()
+        accelerator.reset_peak_memory_stats(device)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -128,20 +128,20 @@ def clear_device(device: torch.device) -> None:
     """The same after a model is closed; frees workspaces of its graphs and removes its memory limit too."""
     free_memory()
     clean_up(device)
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device.index)  # None: the current one; "cuda" is refused
+    if device.type == ACCELERATOR:
+        accelerator.set_per_process_memory_fraction(1.0, device.index)  # None: the current one; "cuda" is refused
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
     """Peaks since clean_up, and the memory in use on the whole device (CUDA context included)."""
-    if device.type != "cuda":
+    if device.type != ACCELERATOR:
         return {"reserved_bytes": 0, "allocated_bytes": 0, "in_use_bytes": 0, "alloc_retries": 0}
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = accelerator.mem_get_info(device)
     return {
-        "reserved_bytes": torch.cuda.max_memory_reserved(device),
-        "allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "reserved_bytes": accelerator.max_memory_reserved(device),
+        "allocated_bytes": accelerator.max_memory_allocated(device),
         "in_use_bytes": total - free,
-        "alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),  # each waits for the device
+        "alloc_retries": accelerator.memory_stats(device).get("num_alloc_retries", 0),  # each waits for the device
     }
 
 
@@ -161,7 +161,7 @@ def product_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16, side
 def copy_rate(device: torch.device, size_bytes: int | None = None) -> float:
     """Bytes per second, read and written bytes together."""
     source = torch.ones((size_bytes or COPY_BYTES[device.type]) // 4, device=device)
-    target, repeat = torch.empty_like(source), 10 if device.type == "cuda" else 1
+    target, repeat = torch.empty_like(source), 10 if device.type == ACCELERATOR else 1
     return 2 * source.nbytes / best_s(lambda: target.copy_(source), device, repeat=repeat)
 
 
@@ -170,8 +170,8 @@ def link_rates(unit_bytes: int, rounds: int = 5) -> dict[str, float]:
     count = max(2, HOST_BYTES // unit_bytes)
     host = arena.host_memory(2 * count * unit_bytes).fill_(1)
     arena.pin(host)
-    device = [torch.zeros(unit_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    pieces, streams = host.split(unit_bytes), (torch.cuda.Stream(), torch.cuda.Stream())
+    device = [torch.zeros(unit_bytes, dtype=torch.uint8, device=ACCELERATOR) for _ in range(2)]
+    pieces, streams = host.split(unit_bytes), (accelerator.Stream(), accelerator.Stream())
     up = [(device[0], piece, streams[0]) for piece in pieces[:count]]
     down = [(piece, device[1], streams[1]) for piece in pieces[count:]]
     both = [copy for pair in zip(up, down, strict=True) for copy in pair]
@@ -181,6 +181,6 @@ def link_rates(unit_bytes: int, rounds: int = 5) -> dict[str, float]:
             rates = [copy_speed(copies, repeat) / ways for _ in range(rounds)]
             found[name], found[f"{name}_median"] = max(rates), statistics.median(rates)
     finally:
-        torch.cuda.synchronize()
+        accelerator.synchronize()
         arena.unpin(host)
     return found

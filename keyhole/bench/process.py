@@ -28,6 +28,7 @@ from keyhole.bench.measure import clear_device, device_of
 from keyhole.bench.report import Record, Report
 from keyhole.errors import UserError
 from keyhole.loading import choose_device
+from keyhole.machine.gpu import accelerator
 from keyhole.machine.probe import environment
 
 GRACE_S = 30.0
@@ -80,7 +81,7 @@ def run_here(measure: Measure, cases: Sequence[Case], job: Job, emit: Emit) -> N
     """Runs cases one after the other in this process."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul")
     if job.device == "cuda":
-        torch.cuda.init()
+        accelerator.init()
     emit({"kind": "machine", "device": job.device, "tf32": torch.backends.cuda.matmul.allow_tf32, **environment()})
     for case in cases:
         if time.time() > job.deadline_s:

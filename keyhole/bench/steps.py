@@ -22,6 +22,7 @@ from keyhole.bench.cases import NATIVE, RESIDENT, STREAMED, TEXTBOOK, Case
 from keyhole.bench.process import Emit, Job
 from keyhole.bench.report import Record
 from keyhole.bench.shapes import QUICK_SHRINK, model_config
+from keyhole.machine.gpu import ACCELERATOR
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.methods.base import Method
@@ -70,7 +71,7 @@ def measure_steps(case: Case, job: Job, emit: Emit) -> Record:
     model.close()
     homes.clear()
     measure.clear_device(device)
-    found["link"] = link_of(unit_bytes, emit) if unit_bytes and device.type == "cuda" else None
+    found["link"] = link_of(unit_bytes, emit) if unit_bytes and device.type == ACCELERATOR else None
     return found
 
 

@@ -32,6 +32,7 @@ from keyhole.disk.json_text import Json
 from keyhole.disk.weight_files import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.methods import METHODS
 from keyhole.methods.workload import Workload
 from keyhole.methods.zo.low_rank.saved import find_factors
@@ -53,8 +54,8 @@ def apply_records(method: ZO, records: list[Record]) -> float:
     method.replay([Pending(coef_Q, record.step - 1, record.weight_decay) for coef_Q, record in pairs])
     method.model.engine.wait_for_homes()
     method.step_count = records[-1].step
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type == ACCELERATOR:
+        accelerator.synchronize(device)
     return time.perf_counter() - begin_s
 
 

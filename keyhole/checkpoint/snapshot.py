@@ -35,6 +35,7 @@ import torch
 
 from keyhole.disk.tensors import Place
 from keyhole.errors import NonFinite
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.offload import arena
 
 WORKERS = 4
@@ -72,7 +73,7 @@ class Source:
     segments: list[Segment]
     unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
     state: int = READY
-    event: torch.cuda.Event | None = None  # after it the home has the weights to save
+    event: accelerator.Event | None = None  # after it the home has the weights to save
     copy: torch.Tensor | None = field(default=None, repr=False)
 
     def pieces(self) -> Iterator[tuple[Segment, int, torch.Tensor]]:
@@ -165,7 +166,7 @@ class Snapshot:
                 source.copy, source.event, source.state = copy, None, READY
             self.turn.notify_all()
 
-    def changed(self, page: int, stream: torch.cuda.Stream | None) -> None:
+    def changed(self, page: int, stream: accelerator.Stream | None) -> None:
         """The page has received the update it was waiting for, once the work queued on the stream is done."""
         with self.turn:
             if self.waits_for(page):
@@ -229,7 +230,7 @@ class Snapshot:
 
     def _stream(self) -> AbstractContextManager[object]:
         """A context of copies from the GPU that are not behind the work that training has queued; elsewhere empty."""
-        return torch.cuda.stream(torch.cuda.Stream(self.device)) if self.device.type == "cuda" else nullcontext()
+        return accelerator.stream(accelerator.Stream(self.device)) if self.device.type == ACCELERATOR else nullcontext()
 
     def _take(self) -> Source | None:
         """The next source to write; None when there is none left."""
@@ -258,11 +259,11 @@ class Snapshot:
             self.turn.notify_all()
 
 
-def event_on(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+def event_on(stream: accelerator.Stream | None) -> accelerator.Event | None:
     """An event after all work queued on a stream; None without a stream."""
     if stream is None:
         return None
-    event = torch.cuda.Event(blocking=True)  # waiting does not spin
+    event = accelerator.Event(blocking=True)  # waiting does not spin
     event.record(stream)
     return event
 

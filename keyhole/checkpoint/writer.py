@@ -40,6 +40,7 @@ from keyhole.checkpoint.state import STATE, TENSORS, State, Written, dump
 from keyhole.disk.files import checksums, flush_all, staged
 from keyhole.disk.json_text import Json
 from keyhole.disk.tensors import Files, MethodState, Ranges, create, one_file
+from keyhole.machine.gpu import accelerator
 from keyhole.machine.host import host_memory
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
@@ -159,7 +160,7 @@ class Writer:
         if engine.cuda:
             for source in snapshot.order:  # an event after all work queued so far that changes it
                 on_device = source.flat.is_cuda
-                source.event = event_on(torch.cuda.current_stream(engine.device) if on_device else engine.down)
+                source.event = event_on(accelerator.current_stream(engine.device) if on_device else engine.down)
         return snapshot, [self.files, own]
 
     def _unpacked(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor:

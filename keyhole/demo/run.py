@@ -38,6 +38,7 @@ from keyhole.disk.json_text import json_text
 from keyhole.errors import UserError
 from keyhole.eval.evaluate import read_task
 from keyhole.eval.score import score_choices
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.probe import environment
 from keyhole.machine.text import aligned
 from keyhole.methods import METHODS
@@ -198,12 +199,12 @@ def measure(names: list[str], device: str | None) -> peak_memory.Peaks:
         begin_bytes = peak_memory.begin_peak()
         try:
             model, method = start(name, settings_of(name), 0, device)
-            on_gpu = model.device.type == "cuda"
+            on_gpu = model.device.type == ACCELERATOR
             if on_gpu:
-                torch.cuda.reset_peak_memory_stats(model.device)
+                accelerator.reset_peak_memory_stats(model.device)
             train(model, method, settings_of(name, STEPS), 0)
             peak_bytes = max(0, peak_memory.resident_bytes("VmHWM") - begin_bytes)
-            peaks[name] = (peak_bytes, torch.cuda.max_memory_allocated(model.device) if on_gpu else 0)
+            peaks[name] = (peak_bytes, accelerator.max_memory_allocated(model.device) if on_gpu else 0)
             model.close()
             del model, method
         except UserError:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -30,6 +29,7 @@ from keyhole.eval.continuations import score_continuations
 from keyhole.eval.generate import continue_prompts
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.loading import load
+from keyhole.machine.gpu import accelerator
 from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
 
@@ -62,7 +62,7 @@ class KeyholeLM(TemplateLM):
         super().__init__()
         if batch_size not in (None, 1, "1") and not str(batch_size).startswith("auto"):
             log.warning("batch_size=%s is not used: a batch holds batch_tokens=%s tokens", batch_size, batch_tokens)
-        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+        if device is not None and device.startswith("cuda") and not accelerator.is_available():
             log.warning("device=%s: there is no CUDA GPU here, the CPU is used", device)  # the harness's own default
             device = None
         if isinstance(pretrained, Model):

@@ -25,6 +25,7 @@ from keyhole.errors import UserError
 from keyhole.limits import Count, fits
 from keyhole.loading.homes import make_engine
 from keyhole.loading.prepare import Prepared, check_source, choose_device, find_source
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
@@ -178,8 +179,8 @@ def _changes() -> Iterator[Changes]:
 
 def _limit_memory(changes: Changes, budget: int | None, device: torch.device) -> None:
     """Makes the allocator refuse allocations beyond the budget."""
-    if budget is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
+    if budget is not None and device.type == ACCELERATOR:
+        total = accelerator.get_device_properties(device).total_memory
         changes.set(memory_fraction(device), min(1.0, budget / total))
 
 
@@ -214,7 +215,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 def _pin(model: Model, touch: bool) -> None:
     """Page-locks the streamed homes."""
-    if model.engine.streamed and model.device.type == "cuda":
+    if model.engine.streamed and model.device.type == ACCELERATOR:
         flats = model.host_memory()
         if touch and not model.engine.shared:  # uses all cores; pinning alone would touch the pages on one core
             for flat in flats:

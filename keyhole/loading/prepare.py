@@ -21,6 +21,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from keyhole import assets
 from keyhole.errors import UserError
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.methods import METHODS
 from keyhole.methods.base import Skeleton
 from keyhole.methods.workload import Workload
@@ -162,15 +163,15 @@ def check_source(model: object) -> None:
 def choose_device(device: str | torch.device | None) -> torch.device:
     """The requested device, or the first GPU, or the CPU."""
     try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        found = torch.device(device or (ACCELERATOR if accelerator.is_available() else "cpu"))
     except RuntimeError as error:
         raise UserError(f"device: {device!r} is not a device; use cpu, cuda or cuda:0") from error
-    if found.type not in ("cpu", "cuda"):
+    if found.type not in ("cpu", ACCELERATOR):
         raise UserError(f"device: {found} is not supported; use cpu, cuda or cuda:0")
     if found.type == "cpu":
         return found
-    if not torch.cuda.is_available():
+    if not accelerator.is_available():
         raise UserError("device: cuda was asked for, but PyTorch sees no CUDA GPU here; use device=cpu")
-    if (index := found.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device: cuda:{index} was asked for, but there are {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", index)
+    if (index := found.index or 0) >= accelerator.device_count():
+        raise UserError(f"device: cuda:{index} was asked for, but there are {accelerator.device_count()} GPUs")
+    return torch.device(ACCELERATOR, index)

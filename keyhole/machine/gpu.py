@@ -1,6 +1,7 @@
-"""What PyTorch's allocator has to be told: that memory is not needed any more, and that a capture of a CUDA graph has
-failed.
+"""The accelerator: the one module that names torch.cuda. Another with streams, events and such an allocator is a change
+here; where it has no Triton, kernels have their references (ops/backend.py).
 
+PyTorch's allocator has to be told that memory is not needed any more, and that a capture of a CUDA graph has failed.
 While a graph is captured, the allocator gives no cached memory back. A capture that an operation has made invalid
 cannot be ended in order, and then counts as still going on: for the rest of the process neither empty_cache() nor an
 allocation that finds no room would free what is cached. Its pool would count one graph too many, and keep its memory
@@ -18,13 +19,16 @@ import torch
 
 from keyhole.machine.collector import no_collector
 
+accelerator = torch.cuda
+ACCELERATOR = "cuda"  # the type of its devices
+
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+def capturing(graph: accelerator.CUDAGraph, pool: Any, stream: accelerator.Stream) -> Iterator[None]:
     """A context whose launches are captured, on this stream and with the memory of this pool. Raises what they raise,
     or RuntimeError if they cannot be captured."""
     try:
-        with torch.cuda.stream(stream), no_collector():
+        with accelerator.stream(stream), no_collector():
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield
@@ -41,6 +45,6 @@ def free_memory() -> None:
     """Gives back the memory of what is no longer referenced, of a model that was closed, say. cuBLAS keeps a workspace
     for every stream on which a CUDA graph was captured; it would count as memory of whatever comes next."""
     gc.collect()
-    if torch.cuda.is_available():
+    if accelerator.is_available():
         torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+        accelerator.empty_cache()

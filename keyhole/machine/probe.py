@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.host import cpu_count, host_memory, installed_version, read_text, versions
 from keyhole.machine.rates import WORKSPACE_BYTES, WORKSPACE_BYTES_9
 
@@ -23,9 +24,9 @@ LINK_PROBE_BYTES = 64 * 2**20
 def gpus() -> list[dict[str, Any]]:
     """Name, memory and capability of every visible CUDA device."""
     rows = []
-    for index in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(index)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    for index in range(accelerator.device_count()):
+        p = accelerator.get_device_properties(index)
+        free_bytes, total_bytes = accelerator.mem_get_info(index)
         row = {"name": p.name, "capability": f"{p.major}.{p.minor}"}
         rows.append(row | {"total_bytes": total_bytes, "free_bytes": free_bytes})
     return rows
@@ -33,20 +34,20 @@ def gpus() -> list[dict[str, Any]]:
 
 def workspace_bytes(device: torch.device) -> int:
     """The workspace that cuBLAS reserves per thread."""
-    if device.type != "cuda":
+    if device.type != ACCELERATOR:
         return 0
-    return WORKSPACE_BYTES_9 if torch.cuda.get_device_capability(device)[0] >= 9 else WORKSPACE_BYTES
+    return WORKSPACE_BYTES_9 if accelerator.get_device_capability(device)[0] >= 9 else WORKSPACE_BYTES
 
 
-def copy_speed(copies: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]], rounds: int) -> float:
+def copy_speed(copies: list[tuple[torch.Tensor, torch.Tensor, accelerator.Stream]], rounds: int) -> float:
     """GB/s of copying (target, source) on its stream, in turn; all streams at once."""
     for repeat in (1, rounds):  # the first round is a warm-up
-        torch.cuda.synchronize()
+        accelerator.synchronize()
         begin_s = time.perf_counter()
         for target, source, stream in copies * repeat:
-            with torch.cuda.stream(stream):
+            with accelerator.stream(stream):
                 target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        accelerator.synchronize()
         seconds = time.perf_counter() - begin_s
     return float(sum(source.nbytes for _, source, _ in copies) * rounds / seconds / 1e9)
 
@@ -54,9 +55,9 @@ def copy_speed(copies: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]
 def link_speed(rounds: int = 16) -> dict[str, float]:
     """Measured GB/s of pinned copies on the current CUDA device: up, down, and each way when both run."""
     host = [torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    device = [torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    up = (device[0], host[0], torch.cuda.Stream())
-    down = (host[1], device[1], torch.cuda.Stream())
+    device = [torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, device=ACCELERATOR) for _ in range(2)]
+    up = (device[0], host[0], accelerator.Stream())
+    down = (host[1], device[1], accelerator.Stream())
     found = {"host_to_device": copy_speed([up], rounds), "device_to_host": copy_speed([down], rounds)}
     found["both_ways"] = copy_speed([up, down], rounds) / 2
     return {name: round(rate, 1) for name, rate in found.items()}
@@ -68,7 +69,7 @@ def triton_state() -> str:
         return "the PyTorch references are used"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreted (TRITON_INTERPRET=1): for tests, slow"
-    return "usable" if torch.cuda.is_available() else "installed, but no GPU: the references are used"
+    return "usable" if accelerator.is_available() else "installed, but no GPU: the references are used"
 
 
 def environment(*, measure_link: bool = False) -> dict[str, Any]:

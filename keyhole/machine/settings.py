@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.gpu import accelerator
+
 SEGMENTS = "expandable_segments"
 
 
@@ -92,8 +94,8 @@ def matmul_precision() -> Setting:
 def memory_fraction(device: torch.device) -> Setting:
     """The share of a GPU's memory that the process may allocate."""
     return Setting(
-        lambda: torch.cuda.get_per_process_memory_fraction(device),
-        lambda share: torch.cuda.set_per_process_memory_fraction(share, device),
+        lambda: accelerator.get_per_process_memory_fraction(device),
+        lambda share: accelerator.set_per_process_memory_fraction(share, device),
     )
 
 
@@ -101,7 +103,7 @@ def memory_fraction(device: torch.device) -> Setting:
 def allocator() -> Setting:
     """PYTORCH_ALLOC_CONF. A change does not affect memory that is already reserved. PyTorch before 2.13 cannot report
     its value: there the environment's value is assumed until keyhole changes it."""
-    write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or accelerator.memory._set_allocator_settings
     known = [os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""]
 
     def write_all(text: str) -> None:

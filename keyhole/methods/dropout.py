@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.model.model import Model
 
 GeneratorStates = tuple[torch.Tensor, torch.Tensor | None]  # of the CPU and of the device
@@ -112,18 +113,18 @@ class ModelDropout:
             self._set(outside)
 
     def _get(self) -> GeneratorStates:
-        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        cuda = accelerator.get_rng_state(self.device) if self.device.type == ACCELERATOR else None
         return torch.get_rng_state(), cuda
 
     def _set(self, states: GeneratorStates) -> None:
         torch.set_rng_state(states[0])
         if states[1] is not None:
-            torch.cuda.set_rng_state(states[1], self.device)
+            accelerator.set_rng_state(states[1], self.device)
 
     def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed % 2**63)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed % 2**63)
+        if self.device.type == ACCELERATOR:
+            accelerator.default_generators[self.device.index or 0].manual_seed(seed % 2**63)
 
     def describe(self) -> list[str]:
         """Lines for the start block."""

@@ -26,6 +26,7 @@ import torch
 
 from keyhole import ops
 from keyhole.disk.tensors import MethodState, Ranges
+from keyhole.machine.gpu import ACCELERATOR
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.ops.arguments import Scalar
@@ -138,7 +139,7 @@ class StatePages:
     def __init__(self, numels: Mapping[int, int], format: Format, device: torch.device, slots: int) -> None:
         sizes = [int(numels.get(unit, 0) * format.bytes) for unit in range(max(numels, default=-1) + 1)]
         flat = arena.host_memory(sum(-(-size // ALIGN) * ALIGN for size in sizes))
-        if device.type == "cuda":
+        if device.type == ACCELERATOR:
             arena.pin(flat, device)
         pieces = flat.split([-(-size // ALIGN) * ALIGN for size in sizes])
         self.homes = [piece[:size].view(format.dtype) for piece, size in zip(pieces, sizes, strict=True)]

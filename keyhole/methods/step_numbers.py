@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.gpu import accelerator
+
 
 class StepNumbers:
     """The rate, the step (for random bits) and a decay of moments."""
@@ -31,7 +33,7 @@ class Flags:
         self.event: Any = None
         if together.is_cuda:
             together = torch.empty(len(flags), dtype=torch.int32, pin_memory=True).copy_(together, non_blocking=True)
-            self.event = torch.cuda.Event()
+            self.event = accelerator.Event()
             self.event.record()
         self.flags = together
 

@@ -18,6 +18,7 @@ from functools import cache
 import torch
 
 from keyhole.errors import UserError, warn
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.model.objective import PER_ROW, Tokens, loss_of
 from keyhole.model.rows import IGNORED, find_shared, is_on_host, is_packed, join, separate
 
@@ -176,18 +177,18 @@ def to_device(batch: Batch, device: torch.device, shares: bool = False, most: in
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device) -> accelerator.Stream:
     """The stream on which batches are copied to this device."""
-    return torch.cuda.Stream(device)
+    return accelerator.Stream(device)
 
 
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """x on the device, ready for kernels launched from here on."""
-    if device.type != "cuda" or x.device.type != "cpu":
+    if device.type != ACCELERATOR or x.device.type != "cpu":
         moved = x.to(device)
         return moved.clone() if moved.is_inference() else moved  # autograd refuses tensors of inference mode
-    stream, kernels = _stream(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(stream):
+    stream, kernels = _stream(device), accelerator.current_stream(device)
+    with accelerator.stream(stream):
         moved = x.pin_memory().to(device, non_blocking=True)
     kernels.wait_stream(stream)
     moved.record_stream(kernels)

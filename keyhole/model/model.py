@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.settings import Changes
 from keyhole.model.attached import Attached, AttachedMethods
 from keyhole.model.batch import Batch, DeviceBatch, as_list
@@ -119,7 +120,7 @@ class Model:
         install_hooks(self)
         self.tiles = compute_in_pieces(self)
         is_recordable = layout.block_count and not layout.has_cut_blocks and not layout.experts
-        if graphs and self.device.type == "cuda" and is_recordable:
+        if graphs and self.device.type == ACCELERATOR and is_recordable:
             self.graphs = BlockGraphs(self, self.blocks)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -214,7 +215,7 @@ class Model:
         rows: Rows,
         steady: bool = False,
         block_at_once: bool = False,
-        streams: dict[int, torch.cuda.Stream] | None = None,
+        streams: dict[int, accelerator.Stream] | None = None,
     ) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
         steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
@@ -286,8 +287,8 @@ class Model:
         if not self.engine.shared:
             yield
             return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == ACCELERATOR:
+            accelerator.synchronize(self.device)
         self.engine.invalidate()
         self.ranks.barrier()
         yield

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from keyhole.machine.gpu import capturing
+from keyhole.machine.gpu import ACCELERATOR, accelerator, capturing
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import FlatTensor
 
@@ -44,7 +44,7 @@ KNOWN = ("keyhole.", "transformers.utils.output_capturing")  # modules whose hoo
 class Recording:
     """A CUDA graph, and the value whose tensors it writes."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, result: object) -> None:
+    def __init__(self, graph: accelerator.CUDAGraph, result: object) -> None:
         self.graph, self.result = graph, result
         self.kept: Values = []  # of a block's forward: its autograd graph, if that is kept
         self.offers: list[FlatTensor] = []  # of a block's reverse: tensors whose products the sink has accepted
@@ -79,7 +79,7 @@ class Recorder:
         self.seen: Counter[Hashable] = Counter()
         self.why = ""  # the reason of the last capture that failed
         self.pool: Pool | None = None
-        self.stream: torch.cuda.Stream | None = None
+        self.stream: accelerator.Stream | None = None
         self.places: dict[Hashable, _Place] = {}
         self.fixed: set[int] = set()  # their addresses
 
@@ -100,9 +100,9 @@ class Recorder:
         """Captures run(); nothing is computed. None: it cannot be captured. pool: instead of the common one."""
         if self.pool is None or not any(self.recordings.values()):
             self.pool = self.new_pool()
-        self.stream = self.stream or torch.cuda.Stream(self.device)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self.device)
+        self.stream = self.stream or accelerator.Stream(self.device)
+        graph = accelerator.CUDAGraph()
+        accelerator.synchronize(self.device)
         try:
             with self.spare.holding(kind), capturing(graph, self.pool if pool is None else pool, self.stream):
                 return Recording(graph, run())
@@ -112,12 +112,12 @@ class Recorder:
                 raise
             return None
         finally:
-            torch.cuda.synchronize(self.device)
+            accelerator.synchronize(self.device)
             self.spare.held["static memory"] = sum(place.memory.nbytes for place in self.places.values())
 
     def new_pool(self) -> Pool:
         """A pool of memory for temporaries of graphs."""
-        return torch.cuda.graph_pool_handle()
+        return accelerator.graph_pool_handle()
 
     def verify(self, key: Hashable, one: Recording | None, expected: object) -> None:
         """Keeps a recording if its replay gives the expected bits."""
@@ -127,8 +127,8 @@ class Recorder:
 
     def forget(self) -> None:
         """Drops all recordings, and their static memory."""
-        if self.device.type == "cuda":  # the last replay may be running
-            torch.cuda.synchronize(self.device)
+        if self.device.type == ACCELERATOR:  # the last replay may be running
+            accelerator.synchronize(self.device)
         for kept in (self.recordings, self.seen, self.places, self.fixed):
             kept.clear()
         self.pool = None

@@ -12,33 +12,23 @@ norm) needs no look ahead. And models differ in whether they look at the jumps o
 
     |after - as is| <= LIMIT * |before - as is|                 (largest over the rows)
 
-The two sides have the same shapes and so the same kernels: the left is 0 for a dense decoder in any dtype, and at most
-rounding for mixtures of experts, whose groups change; for CPM-Ant it is about as large as the right. All rows of a kind
-are in one batch and differ, so that rows that see each other fail too. Models have other code for padded rows, which
-are tested by themselves. What a few short rows cannot show: routers that drop tokens of a full batch. No model of
-Transformers has one.
+Both sides have the same shapes and kernels: the left is 0 for a dense decoder, at most rounding for mixtures of experts
+(whose groups change), and for CPM-Ant about as large as the right. All rows of a kind are in one batch and differ, so
+rows that see each other fail too. Padded rows, for which models have other code, are tested by themselves. What a few
+short rows cannot show: routers that drop tokens of a full batch. No model of Transformers has one.
 
-**Apart?** Without that no rows are joined, and packed batches are refused. Measured on tiny random models of all
-families, transformers 5.23, in float32 and bfloat16:
-
-    apart    Llama 1 to 4, Qwen 2 and 3 (dense, MoE), Gemma 1 to 3, Mistral, Mixtral, Phi 1 to 3, OLMo 1 to 3,
-             OLMoE, GPT-2, GPT-NeoX, GPT-J, Cohere, GLM-4, Granite, SmolLM3, DeepSeek-V3, Starcoder 2, ...
-    leaks    OPT, BLOOM, Falcon, MPT, XGLM, GPT-OSS, AFMoE; all recurrent layers tried (Mamba 1 and 2, RWKV, Falcon-H1,
-             Qwen3-Next, Qwen 3.5, Nemotron-H, Granite hybrid, MiniMax) and convolutions (LFM2); BART and BERT decoders
-
-For each token of a sample the NLL is computed of the sample alone, packed after another sample, and concatenated with
-it, the latter two with two different samples before it:
+**Apart?** Without that no rows are joined, and packed batches are refused. Apart are Llama, Qwen, Gemma, Mistral, Phi,
+OLMo, GPT-2 and most others; OPT, BLOOM, Falcon, MPT, GPT-OSS, recurrent layers, convolutions and BART leak. For each
+token of a sample the NLL is computed of the sample alone, packed after another sample, and concatenated with it, the
+latter two with two different samples before it:
 
     |packed - alone|   <= LIMIT * |joined - alone|              (largest over the tokens)
     |packed - packed'| <= ROUNDING * |joined - joined'|         ': with other tokens in the sample before
 
 The concatenation shows how large an effect is in this model. Passes of other shapes round differently: the ratio of the
-first line is 1e-5 or less in float32; in bfloat16 0 for small random models and about 0.02 for a trained one of 135M
-parameters with rounding noise added to every layer. A leak can be smaller than LIMIT: the concatenated sample has other
-positions too, and the recurrence of Falcon-H1 and the convolutions of LFM2-MoE are weak beside its attention (0.0003 to
-0.03). The second line finds these, in any dtype: packed samples with both kinds of sample before them are rows of one
-batch, and the two halves of its rows change places in another batch. So passes have the same shapes, and experts groups
-of the same sizes: what is left is 0 where samples are apart, and 0.0004 or more where they leak.
+first line is 1e-5 or less in float32, and up to 0.02 in bfloat16. A leak can be smaller than LIMIT (Falcon-H1, LFM2:
+0.0003 to 0.03), so the second line compares rows of one batch, whose halves change places in another: passes of the
+same shapes, where what is left is 0 if samples are apart, and 0.0004 or more if they leak.
 
 A test is one sweep with two or four short passes, and works with any weights: deferred updates are not applied before.
 """

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from keyhole.machine.gpu import ACCELERATOR, accelerator
+
 
 class Placed(Protocol):
     """The plan by which a model was placed (plan/placement.py)."""
@@ -83,33 +85,33 @@ class SpareMemory:
 
     def left(self) -> int:
         """Bytes that are left now."""
-        if self.device.type != "cuda":
+        if self.device.type != ACCELERATOR:
             return 0
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        return left_of(self.placed, free_bytes, torch.cuda.memory_reserved(self.device), self.held.total())
+        free_bytes, _ = accelerator.mem_get_info(self.device)
+        return left_of(self.placed, free_bytes, accelerator.memory_reserved(self.device), self.held.total())
 
     def has(self, needed_bytes: float) -> bool:
         """Whether so many bytes are left, if need be after the allocator has given back what it does not use."""
         self.asked_bytes = max(self.asked_bytes, needed_bytes)
         if self.left() >= needed_bytes:
             return True
-        if self.budget_bytes is None or self.device.type != "cuda":
+        if self.budget_bytes is None or self.device.type != ACCELERATOR:
             return False
-        torch.cuda.empty_cache()
+        accelerator.empty_cache()
         return self.left() >= needed_bytes
 
     @contextmanager
     def holding(self, kind: str) -> Iterator[None]:
         """A context for a capture: what the pools of graphs grow by is held. In a capture the allocator gives nothing
         back, so with a budget it does before."""
-        if self.device.type != "cuda":
+        if self.device.type != ACCELERATOR:
             yield
             return
         budget = self.budget_bytes
-        if budget is not None and torch.cuda.memory_reserved(self.device) + self.asked_bytes > budget:
-            torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self.device)
+        if budget is not None and accelerator.memory_reserved(self.device) + self.asked_bytes > budget:
+            accelerator.empty_cache()
+        before = accelerator.memory_reserved(self.device)
         try:
             yield
         finally:
-            self.held[kind] += max(0, torch.cuda.memory_reserved(self.device) - before)
+            self.held[kind] += max(0, accelerator.memory_reserved(self.device) - before)

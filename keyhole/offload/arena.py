@@ -29,6 +29,7 @@ from collections.abc import Callable
 
 import torch
 
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.ranks import Ranks
 
 _pinned: dict[int, torch.device | None] = {}  # address of pinned memory -> the device that copies to and from it
@@ -89,11 +90,11 @@ def storage_of(piece: torch.Tensor) -> torch.Tensor:
 def pin(flat: torch.Tensor, device: torch.device | None = None) -> bool:
     """Pins memory of host_memory() in place, for copies to and from `device` (None: the current one), until unpin() is
     called or the memory is freed. Returns False, with a warning, when the system refuses."""
-    if flat.numel() == 0 or not torch.cuda.is_available():
+    if flat.numel() == 0 or not accelerator.is_available():
         return False
     size_bytes = flat.numel() * flat.element_size()
     _inherited(flat.data_ptr(), False)  # before pinning, because another thread may fork
-    error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size_bytes, 0))
+    error = int(accelerator.cudart().cudaHostRegister(flat.data_ptr(), size_bytes, 0))
     if error == 0:
         _pinned[flat.data_ptr()] = device
         return True
@@ -115,8 +116,8 @@ def unpin(flat: torch.Tensor) -> None:
 
 def _unpin(address: int) -> None:
     if address in _pinned:
-        torch.cuda.synchronize(_pinned.pop(address))
-        torch.cuda.cudart().cudaHostUnregister(address)
+        accelerator.synchronize(_pinned.pop(address))
+        accelerator.cudart().cudaHostUnregister(address)
         _inherited(address, True)
 
 
@@ -132,7 +133,7 @@ def _forget_error(device: torch.device | None) -> None:
     code is cleared by a launch whose check fails; PyTorch offers no other way."""
     for _ in range(2):  # the allocator's own check may be the first to fail
         try:
-            torch.empty(1, device=device or "cuda").fill_(1.0)
+            torch.empty(1, device=device or ACCELERATOR).fill_(1.0)
         except RuntimeError:
             continue
         return

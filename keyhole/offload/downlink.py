@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.gpu import accelerator
 from keyhole.offload.engine import Engine
 
 
@@ -26,7 +27,7 @@ class Downlink:
 
     def __init__(self, engine: Engine, most_bytes: int | None = None) -> None:
         self.engine, self.cuda, self.most_bytes = engine, engine.cuda, most_bytes
-        self.stream = torch.cuda.Stream(engine.device) if engine.cuda else None
+        self.stream = accelerator.Stream(engine.device) if engine.cuda else None
         self.in_flight: deque[tuple[int, Any]] = deque()  # bytes of copies that may not have finished, and their event
 
     def numbers(self, count: int) -> torch.Tensor:
@@ -42,7 +43,7 @@ class Downlink:
         """Copies every source to its target, as `send` does."""
         if self.stream is not None:
             self.stream.wait_stream(self.engine.compute)
-        with torch.cuda.stream(self.stream) if self.cuda else nullcontext():
+        with accelerator.stream(self.stream) if self.cuda else nullcontext():
             for source, target in copies:
                 target.copy_(source, non_blocking=self.cuda)
         if self.stream is None:
@@ -52,21 +53,21 @@ class Downlink:
         if self.most_bytes is not None:
             self.wait_for_room(sum(source.nbytes for source, _ in copies), self.sent())
 
-    def wait_for_room(self, size: int, event: torch.cuda.Event | None) -> None:
+    def wait_for_room(self, size: int, event: accelerator.Event | None) -> None:
         """Copies of so many bytes were enqueued, with an event after them. Waits for the oldest ones until at most
         `most_bytes` are on their way, or these alone."""
         self.in_flight.append((size, event))
         while sum(each for each, _ in self.in_flight) > (self.most_bytes or 0) and len(self.in_flight) > 1:
             self.in_flight.popleft()[1].synchronize()
 
-    def sent(self, and_kernels: bool = False) -> torch.cuda.Event | None:
+    def sent(self, and_kernels: bool = False) -> accelerator.Event | None:
         """An event that the host can wait for: every copy sent so far has finished and, with and_kernels, every kernel
         launched so far. None on a CPU."""
         if self.stream is None:
             return None
         if and_kernels:
             self.stream.wait_stream(self.engine.compute)
-        event = torch.cuda.Event(blocking=True)
+        event = accelerator.Event(blocking=True)
         event.record(self.stream)
         return event
 

@@ -37,6 +37,7 @@ from typing import Protocol, TypedDict
 import torch
 
 from keyhole.errors import UserError
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.offload.slots import POISON, FreeSlots, Slot, lend
 from keyhole.offload.stalls import Stalls
 
@@ -66,7 +67,7 @@ class Watch(Protocol):
     def waits_for(self, page: int) -> bool:
         """Whether the home still lacks the change that the watch needs: the page must go home at its next use."""
 
-    def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
+    def changed(self, page: int, stream: "accelerator.Stream | None") -> None:
         """That work was enqueued on this stream (None: it is complete)."""
 
 
@@ -103,7 +104,7 @@ class Engine:
         self.homes, self.streamed, self.device = homes, streamed, device
         self.on_host = streamed  # pages that are kept in host memory
         self.overlap, self.reuse_slots, self.chaos, self.shared = overlap, reuse_slots, chaos, shared
-        self.cuda = device.type == "cuda"
+        self.cuda = device.type == ACCELERATOR
         self.slot_bytes = max((homes[page].nbytes for page in streamed), default=0)
         self.slot_count = slot_count if streamed else 0
         self.slots = [Slot(self._new_buffer(), self.cuda) for _ in range(self.slot_count)]
@@ -118,11 +119,11 @@ class Engine:
         self.stalls = Stalls()
         self.arrival: Callable[[int, torch.Tensor], bool] | None = None  # applies a deferred update: see acquire
         if self.cuda:
-            self.compute = torch.cuda.current_stream(device)
-            self.up, self.down = self.streams = [torch.cuda.Stream(device) for _ in range(2)]
+            self.compute = accelerator.current_stream(device)
+            self.up, self.down = self.streams = [accelerator.Stream(device) for _ in range(2)]
             for slot in self.slots:
                 lend(slot.buffer, self.streams)
-            self.home_written = {page: torch.cuda.Event() for page in streamed}
+            self.home_written = {page: accelerator.Event() for page in streamed}
 
     @contextmanager
     def sweep(self, name: str, order: list[int]) -> Iterator[None]:
@@ -131,7 +132,7 @@ class Engine:
         self.visited = []
         self.stalls.begin(name)
         if self.cuda:
-            self.compute = torch.cuda.current_stream(self.device)  # once per sweep: this call costs more than a wait
+            self.compute = accelerator.current_stream(self.device)  # once per sweep: this call costs more than a wait
         if [slot.page for slot in self.ahead] != self.order[: len(self.ahead)]:
             self._drop_ahead()
         self._prefetch()
@@ -212,20 +213,20 @@ class Engine:
             self._copy_down(page, slot)
             return
         slot.changed.record(self.compute)
-        with torch.cuda.stream(self.down):
+        with accelerator.stream(self.down):
             self._delay()
             self.down.wait_event(slot.changed)
             self._copy_down(page, slot)
             self.home_written[page].record(self.down)
         if not self.overlap:
-            torch.cuda.synchronize(self.device)
+            accelerator.synchronize(self.device)
 
     def before_change(self, page: int) -> None:
         """Notifies the watch, if any, before a home changes; a gate, which writes homes itself, calls it too."""
         if self.watch is not None:
             self.watch.before_change(page)
 
-    def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
+    def changed(self, page: int, stream: "accelerator.Stream | None") -> None:
         """Notifies the watch, if there is one, that the change of a home was enqueued on the stream."""
         if self.watch is not None:
             self.watch.changed(page, stream)
@@ -296,7 +297,7 @@ class Engine:
         if not self.cuda:
             self._copy_up(page, slot)
             return
-        with torch.cuda.stream(self.up):
+        with accelerator.stream(self.up):
             self.up.wait_event(slot.computed)
             self.up.wait_event(slot.ready)  # of a prefetched page that was not used, perhaps still in flight
             if last_page is not None:
@@ -308,7 +309,7 @@ class Engine:
             self._copy_up(page, slot)
             slot.ready.record(self.up)
         if not self.overlap:
-            torch.cuda.synchronize(self.device)
+            accelerator.synchronize(self.device)
 
     def _prefetch(self) -> None:
         while self.free and self.order and (self.overlap or not self.held):
@@ -356,4 +357,4 @@ class Engine:
 
     def _delay(self) -> None:
         if self.chaos:
-            torch.cuda._sleep(self.chaos.randrange(0, 2_000_000))
+            accelerator._sleep(self.chaos.randrange(0, 2_000_000))

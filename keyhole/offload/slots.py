@@ -25,6 +25,8 @@ from collections.abc import Iterable
 
 import torch
 
+from keyhole.machine.gpu import accelerator
+
 POISON = 0xFF  # this byte, repeated, is NaN in fp32, bf16, fp16 and fp8 (model/weights/format.py)
 
 
@@ -37,7 +39,7 @@ class Slot:
         self.last_page: int | None = None  # the page whose bytes it holds; their write-back may still be running
         self.intact = False  # these bytes equal the home's
         if cuda:
-            self.ready, self.computed, self.changed = (torch.cuda.Event() for _ in range(3))
+            self.ready, self.computed, self.changed = (accelerator.Event() for _ in range(3))
 
     def use(self, buffer: torch.Tensor) -> None:
         """Sets the memory of the slot."""
@@ -78,10 +80,10 @@ class FreeSlots:
         return self.waiting.popleft()
 
 
-def lend(buffer: torch.Tensor, streams: "Iterable[torch.cuda.Stream]") -> torch.Tensor:
+def lend(buffer: torch.Tensor, streams: "Iterable[accelerator.Stream]") -> torch.Tensor:
     """Lends a new buffer of the current stream to other streams: they wait for what is queued now, and the allocator
     gives the memory to nobody else before they are done with it. Returns the buffer."""
-    current = torch.cuda.current_stream(buffer.device)
+    current = accelerator.current_stream(buffer.device)
     for stream in streams:
         stream.wait_stream(current)
         buffer.record_stream(stream)

@@ -10,7 +10,7 @@ sweeps and in every NTH sweep after that.
 
 from contextlib import nullcontext
 
-import torch
+from keyhole.machine.gpu import accelerator
 
 NOTHING = nullcontext()
 AT_ONCE = 3
@@ -22,7 +22,7 @@ class Stalls:
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
-        self.sweeps: list[list[torch.cuda.Event]] = []  # before and after every wait; not read yet, oldest first
+        self.sweeps: list[list[accelerator.Event]] = []  # before and after every wait; not read yet, oldest first
         self.measures, self.count = False, 0
 
     def begin(self, name: str) -> None:
@@ -34,10 +34,10 @@ class Stalls:
         if self.measures:
             self.sweeps.append([])
 
-    def mark(self, stream: "torch.cuda.Stream") -> None:
+    def mark(self, stream: "accelerator.Stream") -> None:
         """Called before and after a wait is enqueued on the stream."""
         if self.measures:
-            event = torch.cuda.Event(enable_timing=True)
+            event = accelerator.Event(enable_timing=True)
             event.record(stream)
             self.sweeps[-1].append(event)
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
+from keyhole.machine.gpu import accelerator
 from keyhole.machine.host import cpu_count
 
 Job = Callable[[], None]
@@ -44,7 +45,7 @@ class Ticket:
 
     job: Job
     page: Hashable
-    after: torch.cuda.Event | None
+    after: accelerator.Event | None
     urgency: int
     on_device: DeviceJob | None
 
@@ -81,7 +82,7 @@ class Workers:
         self,
         job: Job,
         page: Hashable = None,
-        after: torch.cuda.Event | None = None,
+        after: accelerator.Event | None = None,
         urgency: int = 0,
         on_device: DeviceJob | None = None,
     ) -> None:

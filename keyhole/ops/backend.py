@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.gpu import ACCELERATOR, accelerator
+
 try:
     import triton
     import triton.language as tl
@@ -57,12 +59,12 @@ def use_kernel(device: torch.device) -> bool:
     """Whether ops on tensors of this device run the Triton kernel."""
     if _forced is not None:
         return _forced == "kernel"
-    return device.type == "cuda" and not TRITON_MISSING
+    return device.type == ACCELERATOR and not TRITON_MISSING
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's device the current one, on which Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    return accelerator.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def describe() -> str:
@@ -71,7 +73,7 @@ def describe() -> str:
         return f"ops: {_forced}, forced"
     if TRITON_MISSING:
         return f"ops: PyTorch reference on every device, because Triton is missing ({TRITON_MISSING})"
-    if not torch.cuda.is_available():
+    if not accelerator.is_available():
         return f"ops: PyTorch reference, because there is no CUDA device (Triton is {triton.__version__})"
     how = "interpreted" if INTERPRETED else "compiled"
     return f"ops: Triton {triton.__version__} kernels ({how}) on CUDA, PyTorch reference on the CPU"

@@ -23,8 +23,6 @@ so (GGUF's Q4_1, AWQ, asymmetric GPTQ); nothing is rounded to it here:
 
     scales   [n / G, 2], flat: s and m of each group
 
-Weights that were published on these grids are copied bit for bit.
-
 Bytes moved: encoding reads 4 bytes per element and writes the above, decoding the reverse, 2.5 bytes per element from
 int4 to bfloat16: at 4 TB/s a block of 218 million parameters is unpacked in 0.14 ms.
 """

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from keyhole.machine.gpu import ACCELERATOR
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import GIB, about
 from keyhole.machine.text import counted
@@ -179,7 +180,7 @@ def said(
     if work.method not in METHODS:
         return ""
     guess = known(device) or next(iter(PROFILES.values()))
-    cuda = device.type == "cuda"
+    cuda = device.type == ACCELERATOR
     row = METHODS[work.method]
     own = work.settings or row.settings()
     length = work.length or work.tokens

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from keyhole.errors import UserError
 from keyhole.limits import SPELLINGS
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.host import cpu_has_bf16
 from keyhole.methods import METHODS
 
@@ -53,8 +54,8 @@ def choose_dtype(
         return DtypeChoice(torch.float32, "since the model's config names none")
     stored = _known(stored, " (of the checkpoint, by its config.json)")
     if asked == AUTO and _underflows(stored, method):
-        on_gpu = device is not None and device.type == "cuda"
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else cpu_has_bf16()
+        on_gpu = device is not None and device.type == ACCELERATOR
+        has_bf16 = accelerator.is_bf16_supported(including_emulation=False) if on_gpu else cpu_has_bf16()
         wide = torch.bfloat16 if has_bf16 else torch.float32
         return DtypeChoice(wide, f"since the model's files hold float16 and {method} has no loss scaling for it")
     if asked == AUTO and _is_slow(stored, device):

@@ -30,6 +30,7 @@ import torch
 from keyhole.disk.files import cache_directory, make_directories, write_text
 from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.host import cpu_count, host_memory
 from keyhole.machine.probe import cpu_name, link_speed, workspace_bytes
 from keyhole.machine.rates import VERSION, Rates
@@ -45,12 +46,12 @@ LIMIT_BYTES = 2**20  # of the file
 
 def measure(device: torch.device) -> Rates:
     """Measures now."""
-    cuda, memory = device.type == "cuda", host_memory()
+    cuda, memory = device.type == ACCELERATOR, host_memory()
     links = list[dict[str, float]]()
 
     def between() -> None:
         if cuda:
-            with torch.cuda.device(device):
+            with accelerator.device(device):
                 links.append(link_speed())
 
     between()
@@ -61,9 +62,9 @@ def measure(device: torch.device) -> Rates:
     up, down, both = (max((1e9 * link[way] for link in links), default=host_rate / 2) for way in ways)
     try:
         return Rates(
-            name=torch.cuda.get_device_name(device) if cuda else f"{cpu_name()}, {cpu_count()} cores",
+            name=accelerator.get_device_name(device) if cuda else f"{cpu_name()}, {cpu_count()} cores",
             measured=True,
-            gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
+            gpu_bytes=accelerator.get_device_properties(device).total_memory if cuda else None,
             host_bytes=min(memory.cgroup_limit_bytes or memory.total_bytes, memory.total_bytes),
             products=products,
             products_fp32=product(device, torch.float32, *shape),
@@ -77,7 +78,7 @@ def measure(device: torch.device) -> Rates:
         )
     finally:
         if cuda:
-            torch.cuda.empty_cache()
+            accelerator.empty_cache()
 
 
 def best_s(run: Callable[[], object], device: torch.device, rounds: int = 4, repeat: int = 1) -> float:
@@ -94,12 +95,12 @@ def best_s(run: Callable[[], object], device: torch.device, rounds: int = 4, rep
 
 
 def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type == ACCELERATOR:
+        accelerator.synchronize(device)
 
 
 def products_of(device: torch.device) -> dict[int, float]:
-    if device.type == "cuda":
+    if device.type == ACCELERATOR:
         return {rows: product(device, torch.bfloat16, rows, 4096, 8192) for rows in ROWS_GPU}
     return {rows: product(device, torch.float32, rows, 512, 1024) for rows in ROWS_CPU}
 
@@ -110,7 +111,7 @@ def product(device: torch.device, dtype: torch.dtype, rows: int, inner: int, col
     b = torch.randn(inner, columns, device=device, dtype=dtype)
     out = torch.empty(rows, columns, device=device, dtype=dtype)
     run, repeat = partial(torch.mm, a, b, out=out), 1
-    if device.type == "cuda":
+    if device.type == ACCELERATOR:
         repeat = max(8, int(ROUND_S / best_s(run, device, rounds=2, repeat=8)))
     return 2.0 * rows * inner * columns / best_s(run, device, repeat=repeat)
 
@@ -139,7 +140,7 @@ def adam_rate() -> float:
 def cache_file(device: torch.device) -> Path | None:
     """The file with a kept measurement, named by GPU, CPU, cores and version of torch; None if the user has no cache
     directory."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
+    gpu = accelerator.get_device_name(device) if device.type == ACCELERATOR else "no GPU"
     key = f"{VERSION} | {gpu} | {cpu_name()} | {cpu_count()} cores | torch {torch.__version__}"
     directory = cache_directory("rates")
     return None if directory is None else directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
@@ -147,7 +148,7 @@ def cache_file(device: torch.device) -> Path | None:
 
 def known(device: torch.device) -> Rates | None:
     """The rates measured here before, or the profile of this GPU; None if there is neither."""
-    profile = profile_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    profile = profile_of(accelerator.get_device_name(device)) if device.type == ACCELERATOR else None
     return _kept(device) or profile
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError, listed, warn
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.probe import workspace_bytes
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
@@ -110,12 +111,12 @@ def place(
     if placement not in ("resident", "stream", "auto"):
         raise UserError(f"placement: {placement!r} is not one of resident, stream, auto")
     budget = limit = _budget(gpu_memory, placement, device)
-    if budget is None and device.type == "cuda":
-        limit = int(USABLE * torch.cuda.get_device_properties(device).total_memory)
+    if budget is None and device.type == ACCELERATOR:
+        limit = int(USABLE * accelerator.get_device_properties(device).total_memory)
     room = Room(formats, workspace_bytes(device), limit)
     costs = Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
-    if device.type == "cuda":
+    if device.type == ACCELERATOR:
         block_counts(module, whole.parts.blocks)  # kept; later a method may have replaced their forward by graphs
     try:
         layout, streamed = _cut(module, whole, placement, budget, costs, device)
@@ -144,8 +145,8 @@ def _cut(
             )
         return fit(module, costs, budget)
     have = budget
-    if budget is None and device.type == "cuda" and costs.row is not None:
-        have = torch.cuda.get_device_properties(device).total_memory
+    if budget is None and device.type == ACCELERATOR and costs.row is not None:
+        have = accelerator.get_device_properties(device).total_memory
         sure = sum(getattr(resident, part, 0) for part in ("homes", "gradients", "state"))
         if not costs.is_planned and sure > have:
             raise too_small(have, resident, costs.work, streamed=False)
@@ -161,8 +162,8 @@ def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) 
             return int(Bytes.parse(gpu_memory))
         except ValueError as error:
             raise UserError(f"gpu_memory: {gpu_memory!r} is not {error}") from error
-    if placement == "auto" and device.type == "cuda":
-        return int(USABLE * torch.cuda.mem_get_info(device)[0])
+    if placement == "auto" and device.type == ACCELERATOR:
+        return int(USABLE * accelerator.mem_get_info(device)[0])
     return None
 
 
@@ -215,9 +216,9 @@ def _reasons(
             "product within rounding"
         )
     if placed.budget_bytes is not None:
-        enforced = "enforced" if device.type == "cuda" else "not enforced on a CPU"
+        enforced = "enforced" if device.type == ACCELERATOR else "not enforced on a CPU"
         lines.append(f"budget: {about(placed.budget_bytes)}, {enforced}")
-    if device.type != "cuda" or not costs.is_planned:
+    if device.type != ACCELERATOR or not costs.is_planned:
         return lines
     return [*lines, f"planned device peak: {about(placed.device_bytes.total)} ({parts(placed.device_bytes)})"]
 

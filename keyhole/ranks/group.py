@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from keyhole.errors import UserError
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.ranks.failures import POLL_S, Failures, RankFailed, told
 from keyhole.ranks.single import Ranks
 
@@ -57,12 +58,12 @@ class Group(Ranks):
         machines = self.objects(self.machine)
         self.neighbours = [rank for rank, machine in enumerate(machines) if machine == self.machine]
         self.has_neighbours = len(set(machines)) < self.size
-        has_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= self.local_size
+        has_gpu = accelerator.is_available() and accelerator.device_count() >= self.local_size
         everyone = self.objects((socket.gethostname(), os.getpid(), self.local_rank if has_gpu else None))
         self.failures.learn([(host, pid) for host, pid, _ in everyone])
         own_gpus = all(gpu is not None for _, _, gpu in everyone)
         if own_gpus and len({(host, gpu) for host, _, gpu in everyone}) == self.size and dist.is_nccl_available():
-            torch.cuda.set_device(self.local_rank)
+            accelerator.set_device(self.local_rank)
             self.nccl = dist.new_group(backend="nccl", timeout=DAY)
             self.failures.always = True
 
@@ -180,12 +181,12 @@ class Group(Ranks):
         """`cuda` or None means the GPU with this rank's number on its machine; a number means exactly that GPU."""
         if self.nccl is not None and asked not in (None, "cuda"):
             raise UserError(f"device={asked}: every rank has a GPU of its own here; leave device out")
-        if asked not in (None, "cuda") or not torch.cuda.is_available():
+        if asked not in (None, "cuda") or not accelerator.is_available():
             return asked
-        return f"cuda:{self.local_rank % torch.cuda.device_count()}"
+        return f"cuda:{self.local_rank % accelerator.device_count()}"
 
     def describe(self, device: torch.device) -> list[str]:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        name = accelerator.get_device_name(device) if device.type == ACCELERATOR else "CPU"
         all_of = self.objects((socket.gethostname(), str(device), name))
         hosts = list(dict.fromkeys(host for host, _, _ in all_of))
         carried = "NCCL between GPUs, gloo between hosts" if self.nccl is not None else "gloo"

@@ -19,6 +19,7 @@ from statistics import fmean, median, median_low
 import torch
 
 from keyhole.disk.json_text import finite
+from keyhole.machine.gpu import ACCELERATOR
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.model.batch import Batch
@@ -62,7 +63,7 @@ class FirstSteps(Observer):
         with run.paused():
             if self.moved:
                 run.say(verdict(model, self.before, dict(samples(model)), self.moved))
-            if model.device.type == "cuda" and METHODS[method].streams:
+            if model.device.type == ACCELERATOR and METHODS[method].streams:
                 assert model.placed is not None
                 planned_gib = model.placed.device_bytes.total / GIB
                 peak_gib = memory_gib(model.device)["gpu_gib"]

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from keyhole.errors import NonFinite
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.host import read_text
 from keyhole.machine.sizes import GIB
 from keyhole.model.batch import Batch
@@ -72,7 +73,7 @@ class Recorder:
         last_good: Callable[[], Path | None],
     ) -> None:
         self.device, self.note, self.warn, self.last_good = device, note, warn, last_good
-        self.lag = 1 if device.type == "cuda" else 0
+        self.lag = 1 if device.type == ACCELERATOR else 0
         self.queue: deque[tuple[QueuedStep, torch.Tensor, Stamp]] = deque()
         self.skips = 0
         self.clock = Stamp(device)
@@ -87,7 +88,7 @@ class Recorder:
         found = [*record.entry.values(), record.update]
         tensors = [each.detach() for each in found if isinstance(each, torch.Tensor)]
         numbers = torch.cat([each.reshape(-1).to(self.device, torch.float32) for each in tensors])
-        if self.device.type != "cuda":
+        if self.device.type != ACCELERATOR:
             return numbers
         return torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
 
@@ -130,10 +131,10 @@ class Stamp:
 
     def __init__(self, device: torch.device) -> None:
         self.at_s = time.perf_counter()
-        self.event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record(torch.cuda.current_stream(device))
+        self.event: accelerator.Event | None = None
+        if device.type == ACCELERATOR:
+            self.event = accelerator.Event(enable_timing=True)
+            self.event.record(accelerator.current_stream(device))
 
     def seconds_since(self, earlier: "Stamp") -> float:
         """Waits for both points in time."""
@@ -151,8 +152,8 @@ def token_count(batches: list[Batch]) -> int:
 
 def memory_gib(device: torch.device) -> dict[str, float]:
     """Peak memory of the GPU's allocator, or this process's memory now where there is no GPU."""
-    if device.type == "cuda":
-        return {"gpu_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 3)}
+    if device.type == ACCELERATOR:
+        return {"gpu_gib": round(accelerator.max_memory_allocated(device) / GIB, 3)}
     return {"host_gib": round(resident_bytes() / GIB, 3)}
 
 

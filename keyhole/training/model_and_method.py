@@ -32,6 +32,7 @@ from keyhole.data.run import Data
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
 from keyhole.loading.prepare import find_source
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.sizes import GIB
 from keyhole.machine.text import counted
@@ -70,8 +71,8 @@ def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
 
 def load_model(config: TrainConfig, choice: select.Choice, data: Data, ranks: Ranks) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # an earlier run in this process may have set a peak
+    if accelerator.is_available():
+        accelerator.reset_peak_memory_stats()  # an earlier run in this process may have set a peak
     source = weights_source(config, choice)
     return load(
         source,
@@ -202,8 +203,8 @@ def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype, kee
 
 def device_line(asked_device: str | None, device: torch.device) -> str:
     """The device, with its reason."""
-    why_device = "as asked" if asked_device else "the first GPU" if device.type == "cuda" else "no GPU here"
-    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    why_device = "as asked" if asked_device else "the first GPU" if device.type == ACCELERATOR else "no GPU here"
+    name = f" ({accelerator.get_device_name(device)})" if device.type == ACCELERATOR else ""
     return f"device: {device}{name}, {why_device}"
 
 

@@ -16,6 +16,7 @@ import torch
 from keyhole.config.fields import own_settings
 from keyhole.loading import choose_device
 from keyhole.loading.prepare import find_source
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.host import host_memory
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
@@ -90,7 +91,7 @@ def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, t
         say(f"there is no GPU here: planned for --machine {name}, {why}")
     if device is not None:
         rates = rates_of(device, request.measure, say)
-        free = int(USABLE * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+        free = int(USABLE * accelerator.mem_get_info(device)[0]) if device.type == ACCELERATOR else None
         gpu_bytes = None if free is None else gpu_bytes or free
     assert isinstance(rates, Rates)
     if device is None:
@@ -107,7 +108,7 @@ def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, t
 def planned(model: Model, method: str, tokens: float | None = None) -> Planned:
     """What is planned for the actual placement: bytes on the device by part, host bytes, and seconds of a step with
     this number of tokens (None: the largest step), if the machine was measured or has a profile."""
-    made, row, placed, on_gpu = Planned(), METHODS[method], model.placed, model.device.type == "cuda"
+    made, row, placed, on_gpu = Planned(), METHODS[method], model.placed, model.device.type == ACCELERATOR
     if placed is None or not row.streams:
         return made
     if on_gpu:

@@ -10,8 +10,7 @@ host overwrites it with the new weights, and these return to the device.
                      `masters` (in fp32, page-locked), and the device rounds them: twice the bytes on a link that is
                      idle, and a third less work for a CPU that is busy.
 
-So a waiting gradient needs no memory beyond the 16-bit weights that host memory holds anyway, and 2 bytes per parameter
-for resident pages. Order on a GPU:
+Order on a GPU:
 
     down (Downlink)         waits for: the kernels so far;           then gradient -> staging, and an event
     worker                  waits for: that event, on the host;      then the job
@@ -40,6 +39,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from keyhole.machine.gpu import accelerator
 from keyhole.offload import arena
 from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
@@ -79,8 +79,8 @@ class Exchange:
         self.is_drained = True  # since the last gradient: whoever writes a home now is not overwritten
         self.wait_s = 0.0  # how long the launching thread has waited for jobs
         if self.cuda:
-            self.up = torch.cuda.Stream(engine.device)
-            self.uploaded = {page: torch.cuda.Event() for page in pages}
+            self.up = accelerator.Stream(engine.device)
+            self.uploaded = {page: accelerator.Event() for page in pages}
             self.landing = lend(torch.empty(LANDING if masters else 0, device=engine.device), [self.up])
         engine.gate = self
 
@@ -98,7 +98,7 @@ class Exchange:
         self.engine.bytes_down += grad.nbytes
         self.down.send(grad, buffer)
 
-    def sent(self) -> torch.cuda.Event | None:
+    def sent(self) -> accelerator.Event | None:
         """An event: every gradient sent so far has arrived, and all kernels launched so far are done (kernels after the
         last `put` may still read the weights). None on a CPU."""
         return self.down.sent(and_kernels=True)
@@ -114,7 +114,7 @@ class Exchange:
     # -- jobs, and weights to the device ---------------------------------------------------------------------------
 
     def submit(
-        self, page: int, job: Job, after: torch.cuda.Event | None, back: Span, on_device: DeviceJob | None = None
+        self, page: int, job: Job, after: accelerator.Event | None, back: Span, on_device: DeviceJob | None = None
     ) -> None:
         """Queues a job for the worker, which then sends this span of the page back. on_device: the same for the
         workers' helper, including the copy back. Pages that the next pass needs first have the lowest index, and are
@@ -138,7 +138,7 @@ class Exchange:
         if not self.cuda:
             home.copy_(source)
             return
-        with torch.cuda.device(self.engine.device), torch.cuda.stream(self.up):
+        with accelerator.device(self.engine.device), accelerator.stream(self.up):
             for part, target in zip(source.split(LANDING), home.split(LANDING), strict=True):
                 if part.dtype != target.dtype:  # rounded on the device
                     part = self.landing[: part.numel()].copy_(part, non_blocking=True)
@@ -212,8 +212,8 @@ class Lane:
     def __init__(self, dtypes: list[torch.dtype], device: torch.device, chunk: int) -> None:
         self.chunk, self.turn = chunk, 0
         self.slots = [[torch.empty(chunk, dtype=dtype, device=device) for dtype in dtypes] for _ in range(SLOTS)]
-        self.up, self.work, self.down = streams = [torch.cuda.Stream(device) for _ in range(3)]
-        self.arrived, self.changed, self.left = ([torch.cuda.Event() for _ in range(SLOTS)] for _ in range(3))
+        self.up, self.work, self.down = streams = [accelerator.Stream(device) for _ in range(3)]
+        self.arrived, self.changed, self.left = ([accelerator.Event() for _ in range(SLOTS)] for _ in range(3))
         for buffer in (buffer for slot in self.slots for buffer in slot):
             lend(buffer, streams)
 
@@ -226,20 +226,20 @@ class Lane:
             i, self.turn = self.turn % SLOTS, self.turn + 1
             homes = [flat[begin : begin + self.chunk] for flat in tensors]
             chunks = [buffer[: home.numel()] for buffer, home in zip(self.slots[i], homes, strict=True)]
-            with torch.cuda.stream(self.up):
+            with accelerator.stream(self.up):
                 self.up.wait_event(self.left[i])
                 for home, there in zip(homes, chunks, strict=True):
                     there.copy_(home, non_blocking=True)
                 self.arrived[i].record(self.up)
-            with torch.cuda.stream(self.work):
+            with accelerator.stream(self.work):
                 self.work.wait_event(self.arrived[i])
                 change(begin, chunks)
                 self.changed[i].record(self.work)
-            with torch.cuda.stream(self.down):
+            with accelerator.stream(self.down):
                 self.down.wait_event(self.changed[i])
                 for home, there in zip(homes[:back], chunks, strict=False):
                     home.copy_(there, non_blocking=True)
                 self.left[i].record(self.down)
-        end = torch.cuda.Event(blocking=True)
+        end = accelerator.Event(blocking=True)
         end.record(self.down)
         return end.synchronize

@@ -19,15 +19,8 @@ host memory, 12 + b bytes read and 12 written per parameter:
     c = BESIDE_LANE adam          the CPU's own rate beside the lane; BESIDE_COPIES adam if the GPU updates nothing, and
                                   only gradients and weights are copied
 
-Measured on an H200 from the bytes that crossed the link, in G parameters/s, while they overlap with a backward pass:
-
-                          g             c             c / adam       g + c
-    1.3B, ten cases       2.1 to 2.6    0.9 to 2.1    0.27 to 0.55   3.0 to 4.7    five runs of plan_check
-    7B                    2.9           0.5           0.15           3.4           lsp_h200_2026-11-15_7B_d
-    3.5B                  2.3           1.9           0.6            4.2           lsp_h200_2026-11-15_3.5B_d
-
-LANE and BESIDE_LANE are the medians of the ten. The sum, which decides the time, is uncertain by 15 %, and no rate of
-host memory that was measured in the same run explains it: 73 GB/s belonged to 3.4 to 3.8, 100 GB/s to 3.0 to 3.3.
+LANE and BESIDE_LANE are medians of ten cases on an H200 (1.3B: g 2.1 to 2.6, c 0.9 to 2.1 G parameters/s). The sum,
+which decides the time, is uncertain by 15 %, and no rate of host memory that was measured in the same run explains it.
 Gradients come with the backward pass, and the next forward pass begins with the weights whose gradients came last:
 updates overlap with the backward pass alone.
 """

@@ -28,11 +28,9 @@ over the new values before the next step (`_follow`). The model notices such cha
 through `.data`, which torch does not count; so after a flush, when a caller may make one, all weights are compared with
 their masters.
 
-On several ranks each keeps and updates its part of blocks and head, 12 / N bytes of state, and all of table and spine.
-Its part of a unit's summed gradient (methods/shards.py) goes the same way as gradients in one process, to the part's
-memory on the host; the next forward pass gathers the new weights into a slot. Norms are of whole tensors: each rank
-computes those of its pieces, and a few numbers per unit are gathered, so that all ranks clip by the same norm and agree
-on what is not finite.
+On several ranks each keeps and updates its part of blocks and head, 12 / N bytes of state, and all of the embedding and
+the shared parameters. Its part of a unit's summed gradient (methods/shards.py) goes the same way; the next forward pass
+gathers the new weights into a slot. Norms of pieces are gathered, so that all ranks clip by the same norm.
 """
 
 import weakref

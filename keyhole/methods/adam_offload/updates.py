@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.machine.gpu import accelerator
 from keyhole.methods.adam_offload.exchange import Exchange, Lane, chunk_of
 from keyhole.methods.adam_offload.memory import host_state, waiting_bytes
 from keyhole.methods.adam_offload.traits import AdamOffloadConfig
@@ -194,7 +195,7 @@ class Updates:
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    def submit(self, step: AdamStep, unit: Unit, starts: list[int], after: torch.cuda.Event | None) -> None:
+    def submit(self, step: AdamStep, unit: Unit, starts: list[int], after: accelerator.Event | None) -> None:
         """Queues a unit's update after the event `after`. starts: first elements of its tensors with a gradient."""
         step.submitted = True
         for part in self.parts(starts):

@@ -24,6 +24,7 @@ not count the step. Where moments would be spoiled (`waits`), on a CPU and on se
 import torch
 
 from keyhole.errors import UserError
+from keyhole.machine.gpu import ACCELERATOR
 from keyhole.methods.base import Saved, State
 from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.methods.lomo.traits import LOMO as ROW
@@ -55,7 +56,7 @@ class LOMO(GradientMethod):
         model.methods.attach(self)
         self._differentiate(own.fused)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
-        cuda = model.device.type == "cuda"
+        cuda = model.device.type == ACCELERATOR
         self.reads = self.waits or not cuda or model.sharded  # the flags of a step at once
         ahead = self.reverse.recorded is not None or (self.reverse.compiled is not None and cuda)
         numbers = StepNumbers(model.device) if ahead and not self.reads else None

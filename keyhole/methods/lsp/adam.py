@@ -25,14 +25,12 @@ In host memory (HostAdam) the CPU updates block by block, overlapping with the G
 
 Bytes: on the host 12 per number (m, v, staging); on the device SLOTS buffers of the largest unit. For a layer of a 7B
 Llama with d = 2048 (29 M numbers): 0.12 GB each way over the link, and 24 bytes per number through host memory for
-Adam, 0.7 GB. Copies are float32: in bfloat16 the link, which is not the bottleneck, would have half the work, but the
-CPU kernel needs one dtype, and casts take longer (on one core 101 ms per layer, against 59 in place).
+Adam, 0.7 GB. Copies are float32, since the CPU kernel needs one dtype, and casts take longer than they save.
 
-Down and worker take the units of a block together, because each costs the launching thread some 0.7 ms, whatever its
-size: a Llama-3.5B with blocks cut in five had 85 of them, and its backward pass waited for launches (0.19 to 0.22 s
-instead of 0.16 with all moments on the GPU). Of the gradients that have arrived, those of the unit that the next
-forward pass needs first are taken first. If a gradient is not finite, the steps of its block are nan, which leaves the
-weights unchanged, without decay (ops/), and their moments do not change.
+Down and worker take the units of a block together: each costs the launching thread some 0.7 ms, whatever its size. Of
+the gradients that have arrived, those of the unit that the next forward pass needs first are taken first. If a gradient
+is not finite, the steps of its block are nan, which leaves the weights unchanged, without decay (ops/), and their
+moments do not change.
 """
 
 import time
@@ -44,6 +42,7 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.gpu import accelerator
 from keyhole.methods.lsp.target import Target, Targets
 from keyhole.methods.states import States
 from keyhole.offload.downlink import Downlink
@@ -159,7 +158,7 @@ class HostAdam(Moments):
         self.wait_s = 0.0  # how long the launching thread has waited for the worker
         self.update_s = 0.0  # how long the worker has updated
         self.down = Downlink(engine)
-        up: Any = torch.cuda.Stream(engine.device) if engine.cuda else None
+        up: Any = accelerator.Stream(engine.device) if engine.cuda else None
         self.up = up
         self.slots = [torch.empty(max(self.lengths.values()), device=engine.device) for _ in range(SLOTS)]
         self.idle = list(range(SLOTS))  # slots
@@ -167,7 +166,7 @@ class HostAdam(Moments):
         if self.cuda:
             for buffer in self.slots:
                 lend(buffer, [self.up])
-            self.free, self.arrived = ([torch.cuda.Event() for _ in self.slots] for _ in range(2))
+            self.free, self.arrived = ([accelerator.Event() for _ in self.slots] for _ in range(2))
 
     def submit(self, targets: Targets, deciding: DecidingNorm) -> None:
         """Queues the update of units of one group whose gradients were sent to their staging."""
@@ -206,7 +205,7 @@ class HostAdam(Moments):
         if not self.cuda:
             buffer.copy_(self.staging[unit])
             return True
-        with torch.cuda.stream(self.up):
+        with accelerator.stream(self.up):
             self.up.wait_event(self.free[slot])
             buffer.copy_(self.staging[unit], non_blocking=True)
             self.arrived[slot].record()
@@ -222,7 +221,7 @@ class HostAdam(Moments):
         self.fetch(unit)
         slot = self.coming[unit]
         if self.cuda:
-            torch.cuda.current_stream(self.device).wait_event(self.arrived[slot])
+            accelerator.current_stream(self.device).wait_event(self.arrived[slot])
         return self.slots[slot][: self.lengths[unit]]
 
     def used(self, unit: int) -> None:
@@ -230,7 +229,7 @@ class HostAdam(Moments):
         slot = self.coming.pop(unit)
         self.idle.append(slot)
         if self.cuda:
-            self.free[slot].record(torch.cuda.current_stream(self.device))
+            self.free[slot].record(accelerator.current_stream(self.device))
 
     def drain(self) -> None:
         """Waits for the worker, and for copies from and to host memory."""

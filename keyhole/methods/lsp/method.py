@@ -17,9 +17,7 @@ Adam's moments are, per unit (`optimizer_on`, update.py):
 max_grad_norm clips the norm of what the optimizer sees: S of all matrices, and the gradients of the others. (The norm
 of the whole gradient is unknown, because that gradient is never computed.)
 
-A streamed unit is written back with its update once per step. (Keeping the host's weights unchanged and summing the
-deltas since the last change of projectors would save these writes. But uploads are the bottleneck, and each use of the
-unit would then upload the sum of its deltas too; and resident weights, rounded in place, would have other bits.)
+A streamed unit is written back with its update once per step.
 
 What is exact: streamed equals resident to the bit, and a resumed run equals one that was not stopped, each with every
 unit's moments in the same place (auto: in the same budget). Different places give the same sum, by two kernels.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from keyhole.machine.gpu import accelerator
 from keyhole.methods.lsp.adam import DeviceAdam
 from keyhole.methods.lsp.target import Target, Targets
 from keyhole.methods.step_numbers import Flags
@@ -54,7 +55,7 @@ class LSPStep:
 @dataclass
 class _Buffer:
     flat: torch.Tensor
-    read: torch.cuda.Event | None = None  # after the last read on another stream
+    read: accelerator.Event | None = None  # after the last read on another stream
     units: set[int] = field(default_factory=set)  # units in this buffer that are not done
 
 
@@ -93,17 +94,17 @@ class GradientBuffers:
             return _Buffer(torch.empty(self.numel, device=self.device))
         buffer = self.free.popleft()
         if buffer.read is not None:
-            torch.cuda.current_stream(self.device).wait_event(buffer.read)
+            accelerator.current_stream(self.device).wait_event(buffer.read)
             buffer.read = None
         return buffer
 
-    def done(self, *units: int, stream: torch.cuda.Stream | None = None) -> None:
+    def done(self, *units: int, stream: accelerator.Stream | None = None) -> None:
         """Gradients of these units, of one group, will have been used when the stream reaches this point."""
         group = self.groups[units[0]]
         buffer = self.open[group]
         buffer.units.difference_update(units)
         if stream is not None:
-            buffer.read = torch.cuda.Event()
+            buffer.read = accelerator.Event()
             buffer.read.record(stream)
         if not buffer.units:
             self.free.append(self.open.pop(group))

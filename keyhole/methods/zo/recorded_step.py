@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.zo.directions import Dense
 from keyhole.methods.zo.estimators import Looks
@@ -139,8 +140,8 @@ class RecordedSteps:
             with directions.captured(self.now.step, self.branches):
                 return self.recorder.capture(lambda: [directions.run(looks, steady=False), state])
         finally:
-            if model.device.type == "cuda":
-                model.engine.compute = torch.cuda.current_stream(model.device)
+            if model.device.type == ACCELERATOR:
+                model.engine.compute = accelerator.current_stream(model.device)
 
     def _has_room(self, homes: list[torch.Tensor], looks: Looks) -> bool:
         """homes: those that a step changes."""

@@ -17,8 +17,7 @@ the GPU waits for the link. So by default we measure which share of a step it wa
 (A step in which the host was slow, for example because a kernel was compiled, has a small share too; hence CALM.)
 An expert without tokens in a step (model/forward/pieces.py) has no part in the losses, but has one in the update:
 MeZO's update is of all weights. It need not be loaded for that: it is owed the update like any unit that is not written
-back, and gets it when it is next used, or when it is owed UNMET of them. (An update of a unit on the GPU takes a
-twentieth to a fiftieth of the time that the unit takes over the link, up and down.)
+back, and gets it when it is next used, or when it is owed UNMET of them.
 
 The weights do not depend on this choice: the same updates are applied in the same order. Only blocks wait. Table, head
 and spine are written back every step, because the host reads rows of the table. So is a unit that a checkpoint waits

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.model.backward.memory import HIDDEN, WIDE
 from keyhole.model.model import Model
 from keyhole.model.spare_memory import SpareMemory
@@ -45,7 +46,7 @@ class HostActivation:
     store: "ActivationStore"
     on_host: torch.Tensor
     device: torch.device
-    arrived: torch.cuda.Event | None = None
+    arrived: accelerator.Event | None = None
     on_device: torch.Tensor | None = None
 
     def prefetch(self) -> None:
@@ -53,10 +54,10 @@ class HostActivation:
         if self.on_device is None:
             side = self.store.side
             self.on_device = torch.empty(self.on_host.shape, dtype=self.on_host.dtype, device=self.device)
-            side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):
+            side.wait_stream(accelerator.current_stream(self.device))
+            with accelerator.stream(side):
                 self.on_device.copy_(self.on_host, non_blocking=True)
-                self.arrived = torch.cuda.Event()
+                self.arrived = accelerator.Event()
                 self.arrived.record(side)
             self.on_device.record_stream(side)
 
@@ -64,7 +65,7 @@ class HostActivation:
         """The tensor on the device."""
         self.prefetch()
         assert self.arrived is not None and self.on_device is not None
-        torch.cuda.current_stream(self.device).wait_event(self.arrived)
+        accelerator.current_stream(self.device).wait_event(self.arrived)
         x, self.on_device = self.on_device, None
         return x
 
@@ -77,9 +78,9 @@ class ActivationStore:
     """Moves tensors to host memory and back. to_host=False: they stay where they are."""
 
     def __init__(self, device: torch.device, to_host: bool) -> None:
-        self.to_host = to_host and device.type == "cuda"
+        self.to_host = to_host and device.type == ACCELERATOR
         self.free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.side: Any = torch.cuda.Stream(device) if self.to_host else None
+        self.side: Any = accelerator.Stream(device) if self.to_host else None
 
     def put(self, x: torch.Tensor) -> torch.Tensor | HostActivation:
         """Starts the D2H copy; returns x itself if to_host is False."""
@@ -88,8 +89,8 @@ class ActivationStore:
         x = x.contiguous()
         buffers = self.free.setdefault((x.numel(), x.dtype), [])
         host = buffers.pop() if buffers else torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
-        self.side.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(self.side):
+        self.side.wait_stream(accelerator.current_stream(x.device))
+        with accelerator.stream(self.side):
             host.copy_(x.view(-1), non_blocking=True)
         x.record_stream(self.side)
         return HostActivation(self, host.view(x.shape), x.device)
@@ -106,13 +107,13 @@ class KeptBlocks:
 
     @property
     def possible(self) -> bool:  # a streamed block has moved by its backward pass
-        return self.model.device.type == "cuda" and not self.model.engine.streamed
+        return self.model.device.type == ACCELERATOR and not self.model.engine.streamed
 
     def has_room(self, tokens: int) -> bool:
         """Whether a recording of one block can keep its activations of this number of tokens."""
         if not self.possible:
             return False
-        total = self.spare.budget_bytes or torch.cuda.mem_get_info(self.model.device)[1]
+        total = self.spare.budget_bytes or accelerator.mem_get_info(self.model.device)[1]
         return self.spare.left() - self.bytes_per_token * tokens >= SPARE * total
 
     def first_kept(self, tokens: int) -> float:
@@ -122,12 +123,12 @@ class KeptBlocks:
             return math.inf
         if tokens not in self.room:
             self.room[tokens] = math.nan
-            torch.cuda.reset_peak_memory_stats(device)
+            accelerator.reset_peak_memory_stats(device)
             return math.inf
         if math.isnan(self.room[tokens]):
-            limit = torch.cuda.memory_reserved(device) + torch.cuda.mem_get_info(device)[0]
+            limit = accelerator.memory_reserved(device) + accelerator.mem_get_info(device)[0]
             limit = limit if budget is None else min(budget, limit) + held.total() - held["graphs"]
-            self.room[tokens] = limit - torch.cuda.max_memory_allocated(device)
+            self.room[tokens] = limit - accelerator.max_memory_allocated(device)
         room = self.room[tokens] - (0 if budget is None else held.total())
         count = max(0, int(SHARE * room / (self.bytes_per_token * tokens)))
         return max(0, self.model.layout.block_count - count)

@@ -31,6 +31,8 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
+from keyhole.machine.gpu import ACCELERATOR, accelerator
+
 TILE = 128  # keys of one tile, at least
 DEPTH = 4  # of a graph in which the attention's node is looked for: its output may be a part of a padded one
 HALVES = (torch.bfloat16, torch.float16)
@@ -47,7 +49,7 @@ class _Before:
 @contextmanager
 def exact_attention(device: torch.device, longest: int) -> Iterator[None]:
     """A context for passes that will be differentiated, and for their recomputation. longest: tokens of a row."""
-    if device.type != "cuda" or longest <= TILE:
+    if device.type != ACCELERATOR or longest <= TILE:
         yield
         return
     settings: Any = torch.utils.deterministic
@@ -56,7 +58,7 @@ def exact_attention(device: torch.device, longest: int) -> Iterator[None]:
     _Before.attention = _Before.attention if before is attention else before
     _Before.deterministic = torch.are_deterministic_algorithms_enabled()
     _Before.warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    ampere = torch.cuda.is_initialized() and torch.cuda.get_device_capability(device) >= (8, 0)
+    ampere = accelerator.is_initialized() and accelerator.get_device_capability(device) >= (8, 0)
     _Before.flash = ampere and flags.flash_sdp_enabled()
     others = flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()
     flags.enable_cudnn_sdp(cudnn and not others)  # a user may have chosen cuDNN's alone (sdpa_kernel)

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keyhole.machine.gpu import ACCELERATOR
 from keyhole.model.backward.activation_store import KeptBlocks
 from keyhole.model.backward.block_call import BlockGraph, Gradients, Result, Values
 from keyhole.model.backward.memory import COPIES, FREE_SHARE, block_bytes, recording_bytes
@@ -56,7 +57,7 @@ def has_room(model: Model, spare: SpareMemory) -> bool:
     """Whether recordings fit in memory: the gradients of a block, and within a budget all that the passes of the
     planned step may record."""
     needed = block_bytes(model.layout, model.dtype.itemsize)
-    if model.device.type != "cuda" or needed == 0:
+    if model.device.type != ACCELERATOR or needed == 0:
         return False
     if spare.placed is None or spare.budget_bytes is None:
         return needed <= spare.left() * FREE_SHARE

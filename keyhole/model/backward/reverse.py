@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError, listed
+from keyhole.machine.gpu import ACCELERATOR
 from keyhole.machine.settings import expandable_segments, stream_warning
 from keyhole.model.backward.activation_store import ActivationStore, KeptBlocks
 from keyhole.model.backward.attention import exact_attention
@@ -74,7 +75,7 @@ class Reverse:
         own = [u for u in model.layout.of_kind("block") if u.expert is None]
         self.units_of = {i: [u for u in own if u.block == i] for i in range(len(model.blocks))}
         check_model(model, activations, self.units_of)
-        if model.device.type == "cuda":  # activations of many sizes fragment the allocator's memory
+        if model.device.type == ACCELERATOR:  # activations of many sizes fragment the allocator's memory
             expandable_segments(model.changes)
         self.keeps_all = activations == "none"
         backend = compiled if isinstance(compiled, str) else "inductor"

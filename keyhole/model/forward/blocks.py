@@ -31,8 +31,7 @@ its inputs, one whose inputs or outputs could change unnoticed, and one with a h
 If layers have low-rank factors (low_rank.py), kernels read the weights at their homes, and the factors of each block
 have other addresses. Then each block has a graph of its own, which is valid as long as these addresses do not change.
 
-Bytes per pass (and per block, if each has its own graph): one input and output, one block's vectors. In the memory pool
-of the graphs: one block's activations.
+Memory: one input and output per pass (or block), one block's vectors; in the pool, one block's activations.
 """
 
 import weakref

@@ -31,6 +31,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from keyhole.machine.gpu import accelerator
 from keyhole.model.batch import DeviceBatch
 
 NAME = "attention_mask"
@@ -41,10 +42,10 @@ class Branches:
     """A stream for each look of a pair; without a device everything stays on the current stream."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.streams = [] if device is None else [torch.cuda.Stream(device) for _ in range(2)]
-        self.forked: list[torch.cuda.Stream] = []
+        self.streams = [] if device is None else [accelerator.Stream(device) for _ in range(2)]
+        self.forked: list[accelerator.Stream] = []
 
-    def of_passes(self, looks: list[list[range]]) -> dict[int, torch.cuda.Stream]:
+    def of_passes(self, looks: list[list[range]]) -> dict[int, accelerator.Stream]:
         """The stream of each pass. looks: of each pair, the passes of its looks."""
         sides = [each for by_look in looks for each in zip(self.streams, by_look, strict=False)]
         return {index: stream for stream, passes in sides for index in passes}
@@ -53,13 +54,13 @@ class Branches:
         """What this look launches from now on follows everything that the current stream was given."""
         if self.streams:
             stream = self.streams[side]
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            stream.wait_stream(accelerator.current_stream(stream.device))
             self.forked.append(stream)
 
     def join(self) -> None:
         """What the current stream is given from now on follows everything that was launched since the forks."""
         for stream in self.forked:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            accelerator.current_stream(stream.device).wait_stream(stream)
         self.forked.clear()
 
 

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 from greenlet import greenlet
 
+from keyhole.machine.gpu import accelerator
 from keyhole.model.structure.layout import Unit
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class Lockstep:
         self.current: Any = None
         self.rows: Any = None  # the embedding's rows for a pass, if they are not the table's
         self.block_at_once = self.steady = False
-        self.streams: dict[int, torch.cuda.Stream] = {}  # of passes that do not use the conductor's (captured.py)
+        self.streams: dict[int, accelerator.Stream] = {}  # of passes that do not use the conductor's (captured.py)
         self.expect: Callable[[list[Unit]], None] = lambda units: None  # called with the experts that passes will need
 
     def run(self, runs: list[Callable[[], T]], serve: Serve) -> list[T]:
@@ -95,7 +96,7 @@ class Lockstep:
             if i in here:
                 self.current, grad = here.pop(i), torch.is_grad_enabled()
                 try:
-                    with torch.cuda.stream(self.streams.get(i)):  # nothing for None
+                    with accelerator.stream(self.streams.get(i)):  # nothing for None
                         self.current.result = self.current.stack.switch()  # until it meets its next unit, or has ended
                 finally:
                     torch.set_grad_enabled(grad)

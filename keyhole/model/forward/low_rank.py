@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from keyhole import ops
+from keyhole.machine.gpu import accelerator
 from keyhole.model.forward.pieces import RowTiles
 from keyhole.model.recorder import signature_of, tensors_of
 from keyhole.model.structure.layout import FlatTensor
@@ -270,7 +271,7 @@ def _alike(values: tuple, share: Share, same: dict[tuple, bool]) -> bool:
         return False
     key = signature, share.count
     if key not in same:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if accelerator.is_available() and accelerator.is_current_stream_capturing():
             return all(same.values())
         tensors = [x for x in tensors_of(values) if x.dim() and x.shape[0] % share.rows == 0]
         same[key] = all(x.shape[0] == share.rows for x in tensors) and all(

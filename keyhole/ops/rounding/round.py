@@ -29,6 +29,7 @@ from functools import cache
 
 import torch
 
+from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.ops.backend import INTERPRETED, jit, tl
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -103,9 +104,9 @@ _COUNT_FP16 = tl.constexpr("{.reg .b32 t; set.neu.f16x2.f16x2 t, $1, $2; add.rn.
 @cache
 def counts_pairs(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether changes are counted two at a time: bfloat16 pairs can be compared from compute capability 9.0 on."""
-    if not PAIRS or device.type != "cuda":
+    if not PAIRS or device.type != ACCELERATOR:
         return False
-    return dtype == torch.float16 or (dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 9)
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and accelerator.get_device_capability(device)[0] >= 9)
 
 
 @jit()

@@ -42,7 +42,6 @@ number of its period: other directions would give other weights, without an erro
 Bytes on the device: hidden states of all guide rows; for N positions 4 N H (D); the inputs, b N I per layer, at most
 KEPT_BYTES (further ones wait in host memory); and 4 N I for the layer that is solved. On the disk b m per period
 (SmolLM2-135M, rank 1: 0.3 MB in 16 bit; OPT-13B: 4 MB).
-Legend: N positions, H width, I inputs of a layer, r rank, M tokens.
 """
 
 import math
