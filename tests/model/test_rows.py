@@ -18,7 +18,7 @@ from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
 from tests.model.candidates import candidate_batch, of_one_token, plain_candidates_loss, ragged
 from tests.model.decoders import VOCAB, batch, config, load
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed
 
 CPU = torch.device("cpu")
 ROWS = ("input_ids", "labels", "attention_mask")
@@ -213,17 +213,9 @@ def test_a_model_with_few_positions_keeps_its_rows() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 3}, {"estimator": "fzoo", "directions": 3}])
 def test_streamed_equals_resident(options: dict) -> None:
-
-    def trained(placement: str) -> tuple[list[float], list[torch.Tensor]]:
-        model = load("llama", placement=placement)
-        method = ZO(model, lr=1e-3, seed=1, **options)
-        losses = [float(method.step([ragged(30 + 9 * step, step), ragged(24, 90 + step)])) for step in range(5)]
-        model.apply_deferred()
-        return losses, [home.clone() for home in model.engine.homes]
-
-    first, second = trained("stream"), trained("resident")
-    assert first[0] == second[0]
-    assert all(map(torch.equal, first[1], second[1]))
+    models = (load("llama", placement=placement) for placement in ("stream", "resident"))
+    steps = [[ragged(30 + 9 * step, step), ragged(24, 90 + step)] for step in range(5)]
+    assert_trained_alike(models, lambda model: ZO(model, lr=1e-3, seed=1, **options), steps)
 
 
 def is_causal(model: keyhole.Model, padded: bool) -> bool:

@@ -18,10 +18,10 @@ from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.workload import Workload
 from tests.matrix import in_every_run
-from tests.methods.lomo.loops import weights
+from tests.methods.lomo.loops import micro_batches, weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, train
 from tests.model.decoders import batch, config
-from tests.model.streaming import streamed
+from tests.model.streaming import assert_trained_alike, streamed
 
 
 @pytest.fixture
@@ -78,16 +78,16 @@ WHOLE, CUT = {"slot_count": 2}, {"slot_count": 9, "max_unit_numel": 4000}
 )
 def test_streamed_equals_resident(placed_by: Any, name: str, how: dict[str, int], clip: float | None) -> None:
     """Losses and weights, to the bit, with whole blocks and with blocks cut into several units."""
-    resident = load(name)
-    runs, other = [], streamed(resident, **how)
-    for model in (resident, other):
+
+    def make(model: keyhole.Model) -> LSP:
         blocks = {unit.index: unit.block for unit in model.layout.units}
-        placed_by(lambda unit, of=blocks: of[unit] in (None, 0))
-        opt = LSP(model, max_grad_norm=clip, **SOON)
-        runs.append((train(opt, 3, 2), weights(model)))
+        placed_by(lambda unit: blocks[unit] in (None, 0))
+        opt = LSP(model, 1e-2, max_grad_norm=clip, **SOON)
         assert opt.updates.host.lengths and opt.updates.device.lengths
-        opt.close()
-    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
+        return opt
+
+    resident = load(name)
+    assert_trained_alike([resident, streamed(resident, **how)], make, [micro_batches(t, 2) for t in range(3)])
 
 
 def test_resident_units_are_updated_while_the_backward_pass_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

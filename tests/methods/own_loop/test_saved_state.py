@@ -87,6 +87,7 @@ def test_the_state_of_another_method_is_refused(found: str, wanted: str) -> None
     [
         ("lsp", {"d": 16, "r": 2}, {"d": 8, "r": 2}, "does not fit: make the method as it was made"),
         ("lora", {"r": 4}, {"r": 8}, "does not fit: make the method as it was made"),
+        ("zo", {"seed": 7}, {"seed": 8}, "seed"),
         ("zo", {"rank": 2, "fold": False}, {}, "learned low-rank factors, which would be lost"),
     ],
 )

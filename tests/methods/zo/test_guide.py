@@ -15,7 +15,6 @@ from keyhole.methods.zo.memory import device_bytes
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.reach import freeze
 from tests.families.tiny import tiny_config
-from tests.matrix import in_every_run
 from tests.methods.zo.loops import load
 from tests.model import encoders
 from tests.model.candidates import plain_candidates_loss, ragged
@@ -260,26 +259,6 @@ def test_directions_beyond_float16_stay_random(scale: float, monkeypatch: pytest
     drawn = zo.factors.v.clone()
     zo.guide.renew([ragged()])
     assert torch.equal(zo.factors.v, drawn)
-
-
-@in_every_run(lambda fold, first: fold == (first == 4))
-@pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.parametrize("first", [4, 6])
-def test_goes_on_in_the_middle_of_a_period(fold: bool, first: int) -> None:
-    """From a state after 4 steps of periods of 3, and after 6, where the next V is not known yet."""
-    how = GUIDED | {"rank": 2, "fold": fold}
-    whole = run(how, 8, device="cpu", dtype="float32")
-    losses, _, zo = run(how, first, device="cpu", dtype="float32")
-    state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in zo.state_dict().items()}
-    model = keyhole.load(config("llama"), init="random", seed=3, device="cpu", dtype="float32")
-    for new, old in zip(model.engine.homes, zo.model.engine.homes, strict=True):
-        new.copy_(old)
-    again = keyhole.ZO(model, 1e-3, **how)
-    again.load_state_dict(state)
-    losses += [float(again.step([ragged(seed=i)])) for i in range(first, 8)]
-    again.flush()
-    assert losses == whole[0]
-    assert all(map(torch.equal, [model.home(t) for t in model.layout.tensors], whole[1]))
 
 
 def test_rows_ahead_are_used_once() -> None:

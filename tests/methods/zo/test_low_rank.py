@@ -127,31 +127,6 @@ def test_nothing_is_written_back_within_a_period() -> None:
     assert moved == [0, size, 0, size]
 
 
-@in_every_run(lambda fold, dtype: fold == (dtype == "bfloat16"))
-@pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_goes_on_in_the_middle_of_a_period(fold: bool, dtype: str) -> None:
-    """Three steps, a stop, two more: the weights and the state of five, to the bit."""
-    once = load("opt", dtype=dtype)
-    train(once, 5, lr=1e-2, fold=fold, **LOW)
-    first = load("opt", dtype=dtype)
-    opt = keyhole.ZO(first, 1e-2, eps=EPS, seed=SEED, fold=fold, **LOW)
-    for t in range(3):
-        opt.lr = 1e-2 * (1 - t / 40)
-        opt.step([batch(seed=t)])
-    state = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in opt.state_dict().items()}
-    second = load("opt", dtype=dtype)
-    for tensor, (_, saved) in zip(second.layout.tensors, first.named_tensors(merged=False), strict=True):
-        second.home(tensor).copy_(saved)
-    opt = keyhole.ZO(second, 1e-2, eps=EPS, seed=SEED, fold=fold, **LOW)
-    opt.load_state_dict(state)
-    for t in range(3, 5):
-        opt.lr = 1e-2 * (1 - t / 40)
-        opt.step([batch(seed=t)])
-    assert equal(weights(once), weights(second))
-    assert torch.equal(once.methods.low_rank.factors.now, second.methods.low_rank.factors.now)
-
-
 def test_kept_factors_leave_the_weights_alone() -> None:
     """fold=False: no matrix of a block changes at home, and what is saved is what folding gives, up to rounding."""
     kept, folded = load(), load()

@@ -79,6 +79,10 @@ def trained(
     return losses + counted, [model.home(tensor).float().cpu() for tensor in model.layout.tensors], method
 
 
+def assert_same(recorded: tuple, plain: tuple) -> None:
+    assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
+
+
 def two_lengths(step: int) -> list[dict]:
     return [batch(rows=4, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(1 + step % 2)]
 
@@ -88,29 +92,23 @@ def two_lengths(step: int) -> list[dict]:
 def test_replays_give_the_same_bits(name: str) -> None:
     """Losses, weights and counts, over two shapes, a changing rate and a flush in between."""
     recorded = trained(Imitated, METHODS[name], two_lengths, device="cpu", dtype="float32")
-    plain = trained(None, METHODS[name], two_lengths, device="cpu", dtype="float32")
+    assert_same(recorded, trained(None, METHODS[name], two_lengths, device="cpu", dtype="float32"))
     assert recorded[2].recorded.replays >= 2 and all(recorded[2].recorded.recorder.recordings.values())
-    assert recorded[0] == plain[0]
-    assert all(map(torch.equal, recorded[1], plain[1]))
 
 
 def test_recordings_end_with_the_memory_of_kept_factors() -> None:
     """Periods that fill a room each: after six steps the recording is dropped, and made anew for the new rooms."""
     how = {"rank": 16, "refresh": 6, "fold": False}
     recorded = trained(Imitated, how, lambda step: [batch(seed=step)], device="cpu", dtype="float32")
-    plain = trained(None, how, lambda step: [batch(seed=step)], device="cpu", dtype="float32")
+    assert_same(recorded, trained(None, how, lambda step: [batch(seed=step)], device="cpu", dtype="float32"))
     assert recorded[2].recorded.replays == 4 and len(recorded[2].recorded.recorder.recordings) == 1
-    assert recorded[0] == plain[0]
-    assert all(map(torch.equal, recorded[1], plain[1]))
 
 
 def test_a_step_that_cannot_be_recorded_is_made_in_the_ordinary_way() -> None:
     """Once per shape it is tried, and nothing is lost."""
     recorded = trained(lambda method: Imitated(method, breaks=True), {}, two_lengths, device="cpu", dtype="float32")
-    plain = trained(None, {}, two_lengths, device="cpu", dtype="float32")
+    assert_same(recorded, trained(None, {}, two_lengths, device="cpu", dtype="float32"))
     assert recorded[2].recorded.replays == 0 and list(recorded[2].recorded.recorder.recordings.values()) == [None, None]
-    assert recorded[0] == plain[0]
-    assert all(map(torch.equal, recorded[1], plain[1]))
 
 
 def test_other_bits_are_noticed() -> None:
@@ -123,9 +121,8 @@ def test_other_bits_are_noticed() -> None:
             return static
 
     recorded = trained(Stuck, {}, two_lengths, device="cpu", dtype="float32")
-    plain = trained(None, {}, two_lengths, device="cpu", dtype="float32")
-    assert recorded[2].recorded.recorder.why == "a recording gave other bits" and recorded[0] == plain[0]
-    assert all(map(torch.equal, recorded[1], plain[1]))
+    assert_same(recorded, trained(None, {}, two_lengths, device="cpu", dtype="float32"))
+    assert recorded[2].recorded.recorder.why == "a recording gave other bits"
 
 
 def within(budget: int | None, how: dict[str, Any]) -> tuple[list[float], int, int, int]:
@@ -167,31 +164,8 @@ def test_candidates_are_static_too(shared: bool) -> None:
     """Of a batch trained by the choice between candidates, everything that the passes read is copied."""
     rows = partial(choices, shared=shared)
     recorded = trained(Imitated, {}, rows, device="cpu", dtype="float32")
-    plain = trained(None, {}, rows, device="cpu", dtype="float32")
+    assert_same(recorded, trained(None, {}, rows, device="cpu", dtype="float32"))
     assert recorded[2].recorded.replays >= 6
-    assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
-
-
-@pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 4}], ids=["dense", "rank 2"])
-@pytest.mark.gpu
-def test_graphs_over_shared_rows_give_the_same_bits(options: dict) -> None:
-    """On a GPU, against steps without any graph, and recordings were used."""
-    rows = partial(choices, shared=True)
-    recorded = trained(None, options, rows, device="cuda", dtype="bfloat16")
-    plain = trained(None, options, rows, device="cuda", dtype="bfloat16", graphs=False)
-    assert recorded[2].recorded.replays >= 2, recorded[2].recorded.recorder.why
-    assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
-
-
-@pytest.mark.parametrize("options", [{}, {"rank": 2, "refresh": 4}], ids=["dense", "rank 2"])
-@pytest.mark.gpu
-def test_graphs_over_joined_rows_give_the_same_bits(options: dict) -> None:
-    """On a GPU, against steps without any graph, and recordings were used."""
-    recorded = trained(None, options, lambda step: [ragged(seed=step)], device="cuda", dtype="bfloat16")
-    plain = trained(None, options, lambda step: [ragged(seed=step)], device="cuda", dtype="bfloat16", graphs=False)
-    assert recorded[2].model.send([ragged()], shares=True, joins=True)[0].packed
-    assert recorded[2].recorded.replays >= 2, recorded[2].recorded.recorder.why
-    assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
 
 
 @pytest.mark.gpu
@@ -200,22 +174,23 @@ def test_graphs_over_a_frozen_base_give_the_same_bits() -> None:
     how = {"rank": 16, "refresh": 6, "fold": False}
     options = {"device": "cuda", "dtype": "bfloat16", "wire": "int4"}
     recorded = trained(None, how, lambda step: [batch(seed=step)], **options)
-    plain = trained(None, how, lambda step: [batch(seed=step)], **options, graphs=False)
+    assert_same(recorded, trained(None, how, lambda step: [batch(seed=step)], **options, graphs=False))
     assert recorded[2].recorded.replays == 4, recorded[2].recorded.recorder.why
-    assert recorded[0] == plain[0]
-    assert all(map(torch.equal, recorded[1], plain[1]))
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+ROWS = {"lengths": two_lengths, "shared": partial(choices, shared=True), "joined": lambda step: [ragged(seed=step)]}
+ON_A_GPU = [("lengths", how, dtype) for how in METHODS.values() for dtype in ("float32", "bfloat16")]
+ON_A_GPU += [(rows, how, "bfloat16") for rows in ("shared", "joined") for how in ({}, {"rank": 2, "refresh": 4})]
+
+
 @pytest.mark.gpu
-def test_graphs_give_the_same_bits(name: str, dtype: str) -> None:
+@pytest.mark.parametrize(("rows", "how", "dtype"), ON_A_GPU)
+def test_graphs_give_the_same_bits(rows: str, how: dict[str, Any], dtype: str) -> None:
     """On a GPU, against steps without any graph, and recordings were used."""
-    recorded = trained(None, METHODS[name], two_lengths, device="cuda", dtype=dtype)
-    plain = trained(None, METHODS[name], two_lengths, device="cuda", dtype=dtype, graphs=False)
+    recorded = trained(None, how, ROWS[rows], device="cuda", dtype=dtype)
+    assert_same(recorded, trained(None, how, ROWS[rows], device="cuda", dtype=dtype, graphs=False))
+    assert rows != "joined" or recorded[2].model.send(ROWS[rows](0), shares=True, joins=True)[0].packed
     assert recorded[2].recorded.replays >= 2, recorded[2].recorded.recorder.why
-    assert recorded[0] == plain[0]
-    assert all(map(torch.equal, recorded[1], plain[1]))
 
 
 def test_passes_that_carry_all_looks_are_recorded_at_more_tokens() -> None:
