@@ -74,13 +74,11 @@ def test_any_model_and_data(tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("args", [("--d=x",), ("--kinds=dense",)])
 def test_user_mistakes(args: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
-    """One message, exit code 2, nothing written."""
     assert main(["bench", "lsp-bias", f"--out={tmp_path}", "--device=cpu", *args]) == 2
     assert capsys.readouterr().err.startswith(f"keyhole: {args[-1].partition('=')[0]}: ")
     assert not list(tmp_path.iterdir())
 
 
 def test_too_little_data_is_refused() -> None:
-    """No row is used twice."""
     with pytest.raises(UserError, match="none of them twice"):
         sample(Sampling(batch=1000))

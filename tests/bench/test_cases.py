@@ -15,7 +15,6 @@ EVERY = [(path, table) for path in sorted(TABLES.glob("*.yaml")) for table in re
 
 
 def test_names_tell_cases_apart() -> None:
-    """One name, one case, over all tables of a file."""
     for path in TABLES.glob("*.yaml"):
         cases = [case for table in read_tables(path).values() for case in table.cases]
         assert all(a == b for a in cases for b in cases if a.name == b.name), path
@@ -64,14 +63,12 @@ def test_rows_of_a_file_of_the_user_s_own(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_told_with_place_key_and_choice(row: Any, message: str) -> None:
-    """Nothing is dropped or guessed."""
     with pytest.raises(UserError, match=message):
         case_of(row, "here")
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "mine: []", "mine: {cases: []}"])
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
-    """With its name."""
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=r"mine\.yaml"):
@@ -96,7 +93,6 @@ def test_groups_hold_every_case_once_with_floors_and_baselines_first() -> None:
 
 
 def test_selection_by_pattern_name_and_slip() -> None:
-    """Patterns choose cases; a name that is nothing is the user's mistake."""
     chosen = select(ZO, ["13B-bf16-b1-streamed*", "giant"])
     assert list(chosen) == ["judged", "low-rank", "giant"]
     assert Case("13B", "streamed", gpu_memory="16GiB") in chosen["judged"].cases

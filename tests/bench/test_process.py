@@ -3,11 +3,8 @@
 import time
 from typing import Any
 
-import pytest
-
 from keyhole.bench.cases import Case
 from keyhole.bench.process import Job, Measure, make_job, run_apart
-from keyhole.errors import UserError
 from tests.bench.idle_worker import die, lose_the_context, measure_nothing
 
 CASES = [Case("13B", "resident", dtype="fp32"), Case("13B", "streamed", dtype="fp32")]
@@ -38,13 +35,5 @@ def test_a_worker_that_dies_leaves_errors_not_silence() -> None:
 
 
 def test_no_worker_starts_after_the_limit() -> None:
-    """The cases are skipped."""
     assert [r["status"] for r in run(0.0)] == ["skipped", "skipped"]
-
-
-@pytest.mark.parametrize(("device", "quick"), [("tpu", True), ("cpu", False)])
-def test_devices_that_make_no_sense_are_refused(device: str, quick: bool) -> None:
-    """An unknown one, and a CPU for full shapes."""
-    with pytest.raises(UserError):
-        make_job(device, quick, 1, 1, None)
-    assert make_job("cpu", True, 1, 1, None).deadline_s > time.time() + 1e6
+    assert make_job("cpu", True, 1, 1, None).deadline_s > time.time() + 1e6, "no limit is none"

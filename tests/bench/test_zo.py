@@ -51,7 +51,6 @@ def test_quick_run_end_to_end(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_failing_case_costs_only_itself(tmp_path: Path, monkeypatch: Any) -> None:
-    """The error is on the page, the next case runs."""
     found_of = keyhole.load
 
     def fails_when_streamed(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +69,6 @@ def test_a_failing_case_costs_only_itself(tmp_path: Path, monkeypatch: Any) -> N
     "args", [("--cases=nothing",), ("--device=cpu",), ("--device=tpu", "--quick"), ("--quick", "--table=no.yaml")]
 )
 def test_user_mistakes(args: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
-    """One message, exit code 2, nothing written."""
     assert main(["bench", "zo", f"--out={tmp_path}", *args]) == 2
     assert capsys.readouterr().err.startswith("keyhole: ")
     assert not list(tmp_path.iterdir())

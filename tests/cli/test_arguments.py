@@ -22,7 +22,6 @@ RESUME = [
 
 @pytest.mark.parametrize(("typed", "seen"), RESUME)
 def test_resume_takes_a_path_or_nothing(typed: list[str], seen: list[str]) -> None:
-    """--resume never swallows the config, a setting or an option."""
     assert with_resume_value(typed, "last") == seen
 
 
@@ -70,5 +69,4 @@ TASKS = [
 
 @pytest.mark.parametrize(("typed", "seen"), TASKS)
 def test_tasks_takes_all_words_that_follow(typed: list[str], seen: list[str]) -> None:
-    """`--tasks a b` is `--tasks a --tasks b`."""
     assert repeat_option(typed, "--tasks") == seen

@@ -10,7 +10,6 @@ from keyhole.config.recipes import recipes
 
 
 def test_ls_names_every_recipe_with_its_title(capsys: Any) -> None:
-    """One line a recipe."""
     assert main(["config", "ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(recipes())
@@ -31,13 +30,11 @@ def test_cp_copies_byte_for_byte_and_never_over_a_file(tmp_path: Path, monkeypat
 
 
 def test_cp_of_an_unknown_recipe_suggests_one(capsys: Any) -> None:
-    """A slip in the name is answered."""
     assert main(["config", "cp", "demo-z"]) == 2
     assert "did you mean `demo-zo`?" in capsys.readouterr().err
 
 
 def test_show_explains_all_settings(capsys: Any) -> None:
-    """Without CONFIG every key is listed."""
     assert main(["config", "show"]) == 0
     text = capsys.readouterr().out
     assert all(f"  {key} = " in text for key in settings())

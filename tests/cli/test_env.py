@@ -10,7 +10,6 @@ from keyhole.cli.pages import machine_lines
 
 
 def test_env_as_text_and_json(capsys: Any) -> None:
-    """Both forms name the versions and the memory of this machine."""
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"] == torch.__version__

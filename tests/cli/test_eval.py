@@ -45,7 +45,6 @@ def test_eval_passes_tasks_by_name(calls: list[Any]) -> None:
 
 
 def test_chat_passes_settings(calls: list[Any]) -> None:
-    """Directory, system prompt, template and placement arrive."""
     assert main(["chat", "some/out", "placement=stream", "--system", "be brief"]) == 0
     assert main(["chat", "some/out", "--plain", "--max-new-tokens", "3"]) == 0
     chatted = {"system": "be brief", "max_new_tokens": None, "plain": False, "placement": "stream"}
@@ -77,7 +76,6 @@ def test_mistakes_are_exit_2(args: list[str], says: str, calls: list[Any], capsy
 
 
 def test_without_the_harness_the_command_to_install_it_is_told(monkeypatch: Any, capsys: Any) -> None:
-    """An extra: whoever does not ask for it does not need it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["eval", "demo", "--harness", "hellaswag"]) == 2
     assert 'pip install "keyhole[harness]"' in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """The command as a whole: a frozen surface, exit codes that mean something, a start without torch."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -63,42 +62,7 @@ def test_the_surface_is_frozen() -> None:
     assert surface_of(typer.main.get_command(app)) == SURFACE
 
 
-WITHOUT_TORCH = """
-import io, json, sys
-from contextlib import redirect_stderr, redirect_stdout
-sys.modules["torch"] = sys.modules["transformers"] = None
-from keyhole.cli import main
-for words, says in json.loads(sys.argv[1]):
-    with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
-        code = main(words.split())
-    assert code == 2 * bool(says) and says in said.getvalue(), (words, code, said.getvalue())
-"""
-NEED_NO_TORCH = {
-    "--help": "",
-    "--version": "",
-    "train --help": "",
-    "config ls": "",
-    "config show demo-zo": "",
-    "train no-such.yaml": "no such config file",
-    "report no-such-run": "no run is here",
-    "train demo-zo learnin_rate=1": "did you mean `learning_rate`?",
-    "train demo-zo --seed 3": "write seed=3",
-    "eval out --tasks a gpu_memory=8": "such as 8GiB",
-    "eval /no/such/model --tasks a": "/no/such/model is not a directory here",
-    "train demo-zo model=./mistyped": "./mistyped is not a directory here",
-    "data demo-zo model=~/mistyped": "mistyped is not a directory here",
-}
-
-
-def test_what_needs_no_model_needs_no_torch() -> None:
-    """Help, recipes and mistakes in settings come at once, also where torch is broken."""
-    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(list(NEED_NO_TORCH.items()))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 def test_our_error_keeps_its_traceback_and_asks_for_env(monkeypatch: Any, capsys: Any) -> None:
-    """Any other exception is ours: exit 1, the traceback, and what to paste."""
     monkeypatch.setattr("keyhole.machine.probe.environment", lambda **_: 1 / 0)
     assert main(["env"]) == 1
     message = capsys.readouterr().err
@@ -134,7 +98,6 @@ def test_limits_of_the_shell_are_named(monkeypatch: Any, capsys: Any) -> None:
 
 @pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (UserError("bad"), 2), (SystemExit(7), 7)])
 def test_exceptions_become_exit_codes(monkeypatch: Any, raised: BaseException, code: int) -> None:
-    """Interrupted is 130, a user error 2, and a verb's own code is kept."""
 
     def fail(**_: Any) -> None:
         raise raised

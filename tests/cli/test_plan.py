@@ -62,21 +62,6 @@ def test_settings_alone_are_planned(directory: Path, capsys: pytest.CaptureFixtu
     assert "model: missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--tokens", "4"], "expected samples x tokens, such as 4x1024"),
-        (["--gpu", "8"], "such as 8GiB"),
-        (["--link", "fast"], "--link: 'fast' is no rate"),
-        (["--machine", "cray"], "is not one of laptop, 3060"),
-    ],
-)
-def test_mistakes_are_named(directory: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, exit code 2."""
-    assert main(["plan", str(directory), *options]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_where_nothing_fits_no_row_is_blamed_that_nobody_asked_for(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

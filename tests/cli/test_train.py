@@ -57,7 +57,6 @@ def test_settings_alone_are_a_config(tmp_path: Path, config: str, calls: list[An
 
 
 def test_a_model_instead_of_a_config_is_told_where_it_goes(tmp_path: Path, capsys: Any) -> None:
-    """`keyhole train DIR method=zo`: the model is a setting."""
     (tmp_path / "config.json").write_text("{}")
     assert main(["train", str(tmp_path), "method=zo"]) == 2
     assert f"write model={tmp_path}" in capsys.readouterr().err
@@ -71,7 +70,6 @@ def test_a_recipe_can_be_named(calls: list[Any], capsys: Any) -> None:
 
 
 def test_warnings_are_printed_and_do_not_stop(config: str, calls: list[Any], capsys: Any) -> None:
-    """A setting without effect is a warning on stderr."""
     assert main(["train", config, "adam_beta1=0.5"]) == 0
     assert "warning: command line: adam_beta1: has no effect" in capsys.readouterr().err
 
@@ -105,7 +103,6 @@ def test_bad_configs_are_one_message_exit_2_and_nothing_written(
 
 
 def test_a_run_directory_instead_of_its_config(tmp_path: Path, capsys: Any) -> None:
-    """Giving the output directory is answered with the config inside it."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("model: x")
     assert main(["train", str(tmp_path)]) == 2

@@ -51,7 +51,6 @@ def test_a_dry_run_says_how_many_runs_there_will_be(tmp_path: Path, words: tuple
     ],
 )
 def test_a_dry_run_refuses_what_is_not_there(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    """A model, a task, the files of a task: as the runs themselves would."""
     comparison = read_comparison(write(tmp_path / "a.yaml"), (f"output_dir={tmp_path / 'o'}", *words))
     with pytest.raises(UserError, match=said):
         compare(comparison, dry_run=True, say=lambda line: None)

@@ -17,7 +17,6 @@ LACKS = f"out of host memory; {LOWER}, {MORE_ROOM}"
 
 
 def test_a_model_that_cannot_be_scored_untrained_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row says so, and the next command tries again."""
     real, left = execute.Judge.test_metrics, [RuntimeError("no room")]
 
     def test_metrics(self: Any, *args: Any) -> Any:

@@ -137,7 +137,6 @@ def test_the_mean_over_tasks_is_of_metrics_in_percent(
 
 
 def test_the_page_names_the_model_where_there_are_several() -> None:
-    """In its lead, with every run and every failure."""
     comparison = Comparison("a", "a", {"m": "dir", "n": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
     good, bad = result("x"), result("x", error="oh")
     made = [Cell(model, "t", "x", (), "matthews", 0.5, runs=[good], grid=[good, bad]) for model in "mn"]

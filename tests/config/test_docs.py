@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_setting_has_one_line_of_documentation() -> None:
-    """No field without its line; one line, one ending."""
     for key, setting in settings().items():
         assert setting.doc.endswith(".") and "\n" not in setting.doc and setting.doc.isascii(), key
 

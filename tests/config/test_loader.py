@@ -83,9 +83,7 @@ scalars = st.one_of(
     *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.dates(), st.binary())
 )
 trees = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=3),
-    max_leaves=8,
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=3), max_leaves=8
 )
 words = st.text(max_size=12)
 known_keys = st.sampled_from([*table.settings(), *table.sections()])
@@ -112,7 +110,6 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 @settings(max_examples=150)
 @given(st.lists(words | st.builds("{}={}".format, known_keys, words), max_size=3))
 def test_any_override_is_read_or_refused(given_words: list[str]) -> None:
-    """Random key=value words are applied or refused."""
     try:
         config, _ = parse_config(GOOD, given_words)
     except UserError as error:
@@ -140,7 +137,6 @@ def test_all_faults_are_collected_with_their_lines() -> None:
 
 
 def test_missing_keys_are_named_with_their_meaning() -> None:
-    """A required key that is absent is listed with its doc line."""
     message = faults_of("method: zo")
     for key in ("model", "output_dir"):
         assert f"{key}: missing" in message and table.settings()[key].doc in message
@@ -199,7 +195,6 @@ def test_broken_yaml_is_named_by_its_line() -> None:
 
 @pytest.mark.parametrize(("content", "says"), [(b"\xff\xfe\x00junk", "not UTF-8"), (b"", "empty")])
 def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str) -> None:
-    """A binary or an empty file is named for what it is."""
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(UserError, match=says):
@@ -207,7 +202,6 @@ def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str) -
 
 
 def test_an_unreadable_path_is_refused(tmp_path: Path) -> None:
-    """A missing file and a directory are user errors."""
     for path in (tmp_path / "none.yaml", tmp_path, "a\0b"):
         with pytest.raises(UserError, match="cannot read"):
             load_config(path)

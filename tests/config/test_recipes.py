@@ -27,7 +27,6 @@ def test_the_first_word_that_is_no_setting_is_the_file(typed: list[str], read: t
 
 
 def test_a_file_of_that_name_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What exists is meant."""
     monkeypatch.chdir(tmp_path)
     Path("seed=3").write_text("model: demo\n")
     assert split_words(["seed=3", "seed=4"]) == ("seed=3", ["seed=4"])

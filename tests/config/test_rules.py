@@ -89,7 +89,6 @@ WARNED = [
 
 @pytest.mark.parametrize(("change", "says"), REFUSED)
 def test_combinations_that_cannot_work_are_refused(change: dict[str, Any], says: str) -> None:
-    """Each bad combination gives one fault that names the change to make."""
     with pytest.raises(UserError, match="1 problem") as caught:
         resolve(TrainConfig(**BASE | change))
     assert says in str(caught.value)
@@ -97,7 +96,6 @@ def test_combinations_that_cannot_work_are_refused(change: dict[str, Any], says:
 
 @pytest.mark.parametrize(("change", "says"), WARNED)
 def test_settings_without_effect_are_warned_about(change: dict[str, Any], says: str) -> None:
-    """Each useless or doubtful setting gives exactly one warning."""
     config, warnings = resolve(TrainConfig(**BASE | change))
     assert len(warnings) == 1 and says in warnings[0]
     assert config.max_steps is None or config.num_train_epochs is None, "the loop has one rule"
@@ -122,6 +120,5 @@ def test_demo_stands_for_the_embedded_files() -> None:
 
 
 def test_paths_made_in_python_are_read() -> None:
-    """A pathlib.Path and an int of bytes are fine in a config made in code."""
     config, _ = resolve(TrainConfig(**BASE | {"output_dir": Path("a/b"), "gpu_memory": 2**33}))
     assert config.output_dir == "a/b" and str(config.gpu_memory) == "8GiB"

@@ -40,7 +40,6 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "kind", "value"), CASES)
 def test_the_type_decides_how_text_is_read(text: str, kind: Any, value: Any) -> None:
-    """Each text becomes the value its field's type says, and of that type."""
     found = parse(yaml.compose(text, Loader=yaml.SafeLoader), kind)
     assert found == value and type(found) is type(value) or isinstance(found, Bytes)
 

@@ -146,17 +146,6 @@ def test_nothing_is_trained_of_a_chat_in_which_the_template_marks_nothing() -> N
     assert found == [] and lost["text"] == 1
 
 
-def test_a_chat_that_begins_with_an_answer_does_not_train_the_templates_system_prompt() -> None:
-    """The template writes a system prompt of its own at the first message; the assistant did not."""
-    begins = (
-        "{% for m in messages %}{% if loop.first %}<|im_start|>system\nBe good.<|im_end|>{% endif %}"
-        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    said = [{"role": "assistant", "content": "Hello."}, *chat("Hi", "A.")]
-    assert trained(begins, said)[0] == ["Hello.<|im_end|>", "A.<|im_end|>"]
-
-
 @pytest.mark.parametrize("call", ["weather()", {"arguments": {}}, {"name": "weather", "parameters": ARGUMENTS}])
 def test_a_call_that_no_template_can_write_is_refused(call: Any) -> None:
     """Without a name, or with its arguments under another key: they would be trained as {}."""
@@ -213,23 +202,42 @@ def test_a_header_is_given_though_the_prompt_goes_on_with_a_thought() -> None:
     assert trained(opens, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
 
 
-def test_a_remark_after_the_last_answer_is_not_trained() -> None:
-    """The answer is closed inside the loop; what the template says afterwards the assistant did not write."""
-    remark = (
+SAID = chat("Hi", "A.", "More?", "B.")
+SHAPES = {
+    # It writes a system prompt of its own at the first message, which here is an answer.
+    "own system prompt": (
+        "{% for m in messages %}{% if loop.first %}<|im_start|>system\nBe good.<|im_end|>{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        SAID[1:], ["A.<|im_end|>", "B.<|im_end|>"],
+    ),
+    # The answer is closed inside the loop; what is said afterwards the assistant did not write.
+    "remark at the end": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_start|>system\nOver.<|im_end|>{% endif %}"
-    )
-    assert trained(remark, chat("Hi", "A."))[0] == ["A.<|im_end|>"]
-
-
-def test_a_loop_that_only_lists_the_turns_writes_no_answer() -> None:
-    """The template loops twice; what it says of an answer in the first loop is not the answer."""
-    lists = (
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_start|>system\nOver.<|im_end|>{% endif %}",
+        SAID[:2], ["A.<|im_end|>"],
+    ),
+    # A first loop lists the turns: what it says of an answer is not the answer.
+    "list of the turns": (
         "Roles:{% for m in messages %} {{ m.role }}{% endfor %}\n"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    assert trained(lists, chat("Hi", "A.", "More?", "B."))[0] == ["A.<|im_end|>", "B.<|im_end|>"]
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        SAID, ["A.<|im_end|>", "B.<|im_end|>"],
+    ),
+    # The loop writes the generation prompt, and another line break after the last answer; of two answers in a row the
+    # second is trained without its header.
+    "prompt in the loop": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% if m.role == 'assistant' %}"
+        "{{ eos_token if loop.last else eos_token + '\n' }}{% endif %}"
+        "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
+        [*SAID[:2], SAID[3]], ["A.</s>", "B.</s>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "messages", "expected"), SHAPES.values(), ids=SHAPES)
+def test_answers_are_found_whatever_stands_around_them(template: str, messages: list, expected: list[str]) -> None:
+    assert trained(template, messages)[0] == expected
 
 
 @pytest.mark.parametrize("cities", [("Paris", "Rome"), ("Paris", "Paris")], ids=["other", "equal"])
@@ -318,18 +326,6 @@ def test_documents_and_variables_of_a_row_reach_the_template() -> None:
 def test_what_no_template_can_be_given_is_refused(column: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"line 7: column {next(iter(column))}"):
         example_of(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A."), **column}), "messages")
-
-
-def test_a_header_is_given_where_the_loop_writes_the_prompt() -> None:
-    """A template that writes the generation prompt inside of its loop, and another line break after the last answer:
-    the second of two answers in a row is trained without its header."""
-    looping = (
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% if m.role == 'assistant' %}"
-        "{{ eos_token if loop.last else eos_token + '\n' }}{% endif %}"
-        "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
-    )
-    said = [*chat("Hi", "A."), {"role": "assistant", "content": "B."}]
-    assert trained(looping, said)[0] == ["A.</s>", "B.</s>"]
 
 
 @pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "JSON text"])

@@ -96,17 +96,21 @@ def test_anything_else_makes_another_entry(tmp_path: Path, file: Path, folder: P
     assert questions(folder, cache) != plain
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "huge"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "huge", "link", "pipe"])
 def test_a_damaged_entry_is_made_again(tmp_path: Path, file: Path, damage: str) -> None:
-    first = get(tmp_path, file)
-    path = entries(tmp_path)[0]
+    """Nothing is read from it, written through it or waited for."""
+    first, cache = get(tmp_path / "cache", file), tmp_path / "cache"
+    path, victim = entries(cache)[0], tmp_path / "victim"
     content = path.read_bytes()
-    new = {"cut": content[:-7], "empty": b"", "changed": content[:-99] + b"\x01" * 99}
-    new["huge"] = b"\xff" * 8 + content[8:]
-    path.write_bytes(new[damage])
-    again = get(tmp_path, file)
+    victim.write_bytes(content)
+    path.unlink()
+    places = {"link": lambda: path.symlink_to(victim), "pipe": lambda: os.mkfifo(path)}
+    damaged = {"cut": content[:-7], "empty": b"", "changed": content[:-99] + b"\x01" * 99}
+    damaged["huge"] = b"\xff" * 8 + content[8:]
+    places[damage]() if damage in places else path.write_bytes(damaged[damage])
+    again = get(cache, file)
     assert again.fingerprint == first.fingerprint and not again.report.cached
-    assert path.read_bytes() == content
+    assert victim.read_bytes() == path.read_bytes() == content and not path.is_symlink()
 
 
 def test_a_run_uses_its_cache(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> None:
@@ -115,8 +119,12 @@ def test_a_run_uses_its_cache(tmp_path: Path, tiny_model: Path, tiny_data: Path)
     second = load_data(settings(tiny_model, tiny_data, **given, packing=True))
     assert len(entries(tmp_path / "cache")) == 1 and len(second.train.dataset) < len(first.train.dataset)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="data_cache: cannot write to"):
-        load_data(settings(tiny_model, tiny_data, data_cache=str(tmp_path / "file")))
+    (entry,) = entries(tmp_path / "cache")
+    entry.unlink()
+    entry.mkdir()
+    for place in (tmp_path / "file", tmp_path / "cache"):
+        with pytest.raises(UserError, match="data_cache: cannot write to"):
+            load_data(settings(tiny_model, tiny_data, data_cache=str(place)))
 
 
 def test_the_users_cache_is_the_default_of_a_run(

@@ -40,7 +40,6 @@ def texts(path: Path, *lengths: int) -> Path:
     ids=["gpt2", "opt", "llama", "jamba"],
 )
 def test_a_table_of_positions_is_told_from_computed_ones(made: PretrainedConfig, length: int, table: bool) -> None:
-    """Learned tables end; rotary positions, and models without any, do not."""
     assert context_length(made) == length and has_table(made) == table
     assert embedding_rows(made) == made.vocab_size
     check_max_length(None, made)

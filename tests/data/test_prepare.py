@@ -115,6 +115,7 @@ def test_every_file_has_its_own_format(tmp_path: Path) -> None:
         ({"data_format": "x"}, "data_format='x'"),
         ({"packing": True, "max_length": None}, "packing=true needs max_length"),
         ({"max_length": 1}, "max_length=1: expected"),
+        ({"template_date": "today"}, "template_date='today': expected a date"),
     ],
 )
 def test_settings_are_checked_first(pairs: str, change: dict, message: str) -> None:

@@ -63,12 +63,7 @@ def test_packed_rows_show_their_samples(tmp_path: Path) -> None:
     assert text.count("TRAINED") == 2
 
 
-LLAMA_2 = [
-    decoders.Replace("▁", " "),
-    decoders.ByteFallback(),
-    decoders.Fuse(),
-    decoders.Strip(" ", left=1, right=0),
-]
+LLAMA_2 = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", left=1, right=0)]
 
 
 @pytest.mark.parametrize(

@@ -108,21 +108,6 @@ def test_duplicates_are_left_out_of_training_only(tiny_model: Path, tmp_path: Pa
 DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 
 
-def test_a_resumed_run_prints_the_day_it_began(tiny_model: Path, tmp_path: Path) -> None:
-    """The date is in the loader's state; with it the tokens are the same on another day, without it they are not."""
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
-    given = {"chat_template": DATED}
-    began = load_data(settings(tiny_model, path, **given, template_date="2024-02-29"))
-    state = began.train.state_dict()
-    assert state["date"] == "2024-02-29" and any("print the date, 2024-02-29" in line for line in began.report)
-    load_data(settings(tiny_model, path, **given, template_date=state["date"])).train.load_state_dict(state)
-    with pytest.raises(UserError, match="the training data are not those of the checkpoint"):
-        load_data(settings(tiny_model, path, **given)).train.load_state_dict(state)
-    with pytest.raises(UserError, match="template_date='today': expected a date"):
-        settings(tiny_model, path, template_date="today")
-
-
 def test_the_template_of_a_setting_is_a_text_or_a_regular_file(
     tiny_model: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

@@ -18,10 +18,7 @@ from keyhole.errors import UserError
 from tests.data.chats import tokenizer
 
 WIDE = ", ".join(f'"k{i}": 1' for i in range(60_000))
-ROWS = [
-    {"prompt": 'a, "b"\nc', "completion": "\u00e9"},
-    {"prompt": "x\ty", "completion": "line one\nline two"},
-]
+ROWS = [{"prompt": 'a, "b"\nc', "completion": "\u00e9"}, {"prompt": "x\ty", "completion": "line one\nline two"}]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -76,10 +73,7 @@ def test_globs_directories_and_lists(tmp_path: Path) -> None:
 def test_json_that_is_jsonl_after_all(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\n\n{"text": "b"}\n')
-    assert [(r.row["text"], r.where) for r in read(str(path))] == [
-        ("a", f"{path}, line 1"),
-        ("b", f"{path}, line 3"),
-    ]
+    assert [(r.row["text"], r.where) for r in read(str(path))] == [("a", f"{path}, line 1"), ("b", f"{path}, line 3")]
 
 
 def test_a_comma_decides_for_commas(tmp_path: Path) -> None:

@@ -12,41 +12,12 @@ from keyhole.data.answers import Chat, find
 from keyhole.data.chat_template import ChatTemplate
 from keyhole.data.examples import example_of
 from keyhole.data.opened import Record
-from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.spec import Expression, extracted
 from keyhole.data.tokens import Renderer
 from keyhole.data.worker import bounded
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
-
-GROW = "{% set ns = namespace(x='x') %}{% for i in range(70) %}{% set ns.x = GROWN %}{% endfor %}{{ ns.x }}"
-HOSTILE = {
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "loop that writes": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
-    "product": "{{ 'x' * 10**12 }}",
-    "doubled": GROW.replace("GROWN", "ns.x ~ ns.x"),
-    "a list that holds itself twice": GROW.replace("GROWN", "[ns.x, ns.x]"),
-    "power": "{{ 10 ** (10 ** 9) }}",
-    "padding": "{{ 'x' | center(10000000000) }}",
-    "format": "{{ '{:10000000000}'.format(1) }}",
-    "macro that calls itself": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(50) }}",
-    "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "search": "{% set b = 'x' * 20000000 %}{% for i in range(99999) %}{% if 'yx' in b %}{% endif %}{% endfor %}",
-    "a long text": "{% for i in range(99999) %}" + "y" * 10_000 + "{% endfor %}",
-    "a long source": "{{ x }}" * 2**18,
-    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "a way to change": "{{ messages.append(1) }}",
-}
-
-
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_template_that_harms_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "SECONDS", 1)
-    example = example_of(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.")}), "messages")
-    with pytest.raises(UserError, match="line 7: the chat template"):
-        Renderer(tokenizer(chats.CHATML), DataSettings(chat_template=source))([example])
-    assert len(Renderer(tokenizer(chats.CHATML))([example])[0].ids_T)
 
 
 def test_a_chat_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,6 @@ def test_the_answer_is_what_generate_gives(tiny_model: Path, placement: str) -> 
 
 
 def test_a_system_prompt_that_the_template_drops_is_refused(tiny_model: Path) -> None:
-    """The model would answer without it, and nobody would know."""
     model = load(tiny_model)
     own = model.tokenizer.chat_template
     model.tokenizer.chat_template = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
@@ -183,7 +182,6 @@ def test_a_line_that_is_too_long_does_not_end_the_conversation(tiny_model: Path,
 
 
 def test_bytes_that_are_not_text_do_not_end_the_conversation(tiny_model: Path, monkeypatch, capsys) -> None:
-    """They are read as U+FFFD, and the next line is answered."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nHi\n"), encoding="utf-8"))
     chat_module.chat(str(tiny_model), device="cpu", max_new_tokens=4)
     found = capsys.readouterr().out
@@ -212,7 +210,6 @@ def test_a_token_without_a_row_is_refused(tiny_model: Path) -> None:
 
 
 def test_a_model_without_a_tokenizer_cannot_talk(tiny_model: Path, tmp_path: Path) -> None:
-    """The message says what to copy in."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
     with pytest.raises(UserError, match="tokenizer files"):

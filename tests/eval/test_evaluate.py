@@ -112,7 +112,6 @@ def test_mistakes_come_before_the_model(tmp_path: Path, task: str) -> None:
 
 
 def test_a_directory_without_a_tokenizer(tiny_model: Path, tiny_data: Path, task: str, tmp_path: Path) -> None:
-    """Tasks and data both need one; the message says so."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
     for source in (task, str(tiny_data)):

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import decoders
 
 import keyhole
@@ -61,7 +60,6 @@ def test_an_answer_keeps_its_first_character(tiny_model: Path) -> None:
 
 
 def test_an_answer_ends_at_a_stop_string(tiny_model: Path) -> None:
-    """Generation of a row ends there, and the stop is cut off."""
     model = keyhole.load(tiny_model, device="cpu")
     whole = alone(model, PROMPTS[0], 20)
     stop = whole[5:7]
@@ -72,18 +70,10 @@ def test_an_answer_ends_at_a_stop_string(tiny_model: Path) -> None:
     assert answers == [whole[: whole.index(stop)]] and len(calls) < 20
 
 
-def test_a_long_prompt_leaves_room_for_its_answer(tiny_model: Path) -> None:
-    """Prompt and answer share the context; the beginning is cut and counted."""
-    model = keyhole.load(tiny_model, device="cpu")
-    seen: list[torch.Size] = []
-    generate = model.generate
-    model.generate = lambda ids, mask, **options: seen.append(ids.shape) or generate(ids, mask, **options)
-    _, cut = generate_answers(model, [Question("x" * 300, ("y",), 0)], max_new_tokens=10)
-    assert cut == 1 and seen == [torch.Size([1, 246])]
-
-
-def test_an_answer_longer_than_the_context(tiny_model: Path) -> None:
-    """It takes half of the context at most, so that the question keeps the other half and no position is missing."""
+@pytest.mark.parametrize(("asked", "lengths"), [(10, (246, 10)), (400, (128, 128))])
+def test_a_long_prompt_leaves_room_for_its_answer(tiny_model: Path, asked: int, lengths: tuple[int, int]) -> None:
+    """Prompt and answer share the context; the beginning is cut and counted. An answer takes half of the
+    context at most, so that the question keeps the other half and no position is missing."""
     model = keyhole.load(tiny_model, device="cpu")
     seen: list[tuple[int, int]] = []
     generate = model.generate
@@ -91,5 +81,5 @@ def test_an_answer_longer_than_the_context(tiny_model: Path) -> None:
         seen.append((ids.shape[1], options["max_new_tokens"]))
         or generate(ids, mask, **(options | {"max_new_tokens": 1}))
     )
-    _, cut = generate_answers(model, [Question("x" * 300, ("y",), 0)], max_new_tokens=400)
-    assert cut == 1 and seen == [(128, 128)] and answer_limit(400, None) == 400
+    _, cut = generate_answers(model, [Question("x" * 300, ("y",), 0)], max_new_tokens=asked)
+    assert cut == 1 and seen == [lengths] and answer_limit(400, None) == 400

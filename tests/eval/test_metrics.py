@@ -13,7 +13,6 @@ P, Y = [1, 0, 1, 1, 0, 0], [1, 0, 0, 1, 1, 0]  # TP 2, TN 2, FP 1, FN 1
 
 
 def test_choices_by_hand() -> None:
-    """Six answers with two of each kind of hit and one of each kind of miss."""
     assert metrics.accuracy(P, Y) == 4 / 6
     assert metrics.f1(P, Y) == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
     assert metrics.matthews(P, Y) == pytest.approx((2 * 2 - 1 * 1) / math.sqrt(3 * 3 * 3 * 3))
@@ -76,7 +75,6 @@ def test_bounds(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_every_metric_of_task_files_is_here() -> None:
-    """What a task file may name can be computed."""
     assert {name for name, kind in METRICS.items() if kind == CHOICE} == {*metrics.OF_CHOICES, "pearson"}
     assert {name for name, kind in METRICS.items() if kind == GENERATED} == {*metrics.OF_TEXTS, "pass@1"}
 

@@ -63,7 +63,6 @@ def test_right_programs_pass(source: str) -> None:
     ],
 )
 def test_wrong_programs_fail_with_their_reason(source: str, says: str) -> None:
-    """Errors, early exits, and what is refused by name."""
     passed, reason = run(source)
     assert not passed and says in reason and not reason.startswith("failed: ")
 
@@ -110,7 +109,6 @@ def test_nothing_is_handed_down(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_directory_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a program leaves behind is removed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').close()\n")[0]
     assert list(tmp_path.iterdir()) == []

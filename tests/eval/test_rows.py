@@ -33,7 +33,6 @@ def rows(lengths: list[int]) -> list[Sample]:
 
 @pytest.mark.parametrize("placement", ["resident", "stream"])
 def test_rows_score_as_they_do_alone(tiny_model: Path, placement: str) -> None:
-    """Sorting, padding and grouping change no row's NLL and no row's place."""
     model = keyhole.load(tiny_model, device="cpu", placement=placement)
     samples = rows([9, 2, 30, 4, 17, 2, 8])
     nll_R, count_R = score_rows(model, samples, batch_tokens=40, passes=2)
@@ -60,6 +59,5 @@ def test_the_link_is_crossed_once_a_group(tiny_model: Path, passes: int) -> None
 
 
 def test_no_rows(tiny_model: Path) -> None:
-    """An empty set is scored without touching the model."""
     nll_R, count_R = score_rows(keyhole.load(tiny_model, device="cpu"), [])
     assert nll_R.shape == count_R.shape == (0,)

@@ -82,7 +82,6 @@ def test_humaneval_tells_right_from_wrong(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_code_runs_only_where_it_is_allowed(tmp_path: Path, tiny_model: Path) -> None:
-    """Without the option nothing is loaded, generated or run."""
     task = read("humaneval", tmp_path)
     with pytest.raises(UserError, match="--allow-code-execution"):
         score(None, task)

@@ -59,7 +59,6 @@ def test_the_right_answer_by_index_or_text(tmp_path: Path, answer: dict, index: 
     ],
 )
 def test_a_wrong_row_is_named(tmp_path: Path, change: dict, says: str) -> None:
-    """File, line, column and what was expected are in the message."""
     path = write(tmp_path / "sums.jsonl", GOOD, GOOD | change)
     with pytest.raises(UserError, match=f"sums.jsonl, line 2: .*{says}"):
         read_task(path)
@@ -67,19 +66,10 @@ def test_a_wrong_row_is_named(tmp_path: Path, change: dict, says: str) -> None:
 
 @pytest.mark.parametrize("missing", ["prompt", "candidates", "answer"])
 def test_a_missing_column_is_named(tmp_path: Path, missing: str) -> None:
-    """The message lists what is missing and what was found."""
     row = {key: value for key, value in GOOD.items() if key != missing}
     path = write(tmp_path / "sums.jsonl", GOOD, row)
     with pytest.raises(UserError, match=rf"line 2: .*needs the column {missing}.*; found: {', '.join(row)}"):
         read_task(path)
-
-
-def test_broken_json_is_named(tmp_path: Path) -> None:
-    """A line that is not JSON is refused by its number."""
-    path = tmp_path / "sums.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n{'prompt': 1}\n")
-    with pytest.raises(UserError, match="sums.jsonl, line 2"):
-        read_task(str(path))
 
 
 def test_tasks_and_data_are_told_apart(tmp_path: Path) -> None:

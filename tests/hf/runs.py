@@ -12,10 +12,11 @@ STEPS = 6
 
 
 def trainer(model_dir: Path, out: Path, batches: list[Any], **options: Any) -> KeyholeTrainer:
-    """A Trainer on batches that are made already, in their order."""
+    """A Trainer (a subclass of base) on batches that are made already, in their order."""
     named = {"method": options.pop("method", "lomo"), "settings": options.pop("settings", None)}
     named |= {name: options.pop(name) for name in ("placement", "gpu_memory") if name in options}
     extra = {name: options.pop(name) for name in ("callbacks", "eval_dataset", "compute_metrics") if name in options}
+    base = options.pop("base", KeyholeTrainer)
     args = KeyholeArguments(
         output_dir=str(out), use_cpu=True, per_device_train_batch_size=1, per_device_eval_batch_size=1,
         report_to=[], logging_steps=1, disable_tqdm=True, save_strategy=options.pop("save_strategy", "no"),
@@ -23,7 +24,7 @@ def trainer(model_dir: Path, out: Path, batches: list[Any], **options: Any) -> K
         remove_unused_columns=False, **options,
     )  # fmt: skip
 
-    class InOrder(KeyholeTrainer):
+    class InOrder(base):
         def _get_train_sampler(self, *args: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 

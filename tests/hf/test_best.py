@@ -12,7 +12,7 @@ pytest.importorskip("accelerate")
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from keyhole.hf import KeyholeArguments, KeyholeTrainer
+from keyhole.hf import KeyholeTrainer
 from tests.hf.runs import trainer, weights_of
 
 
@@ -26,17 +26,14 @@ class FirstIsBest(KeyholeTrainer):
         return super().evaluate(*args, **options) | {"eval_count": float(self.count)}
 
 
+EVERY_STEP = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+EVERY_STEP |= {"eval_steps": 1, "save_steps": 1}
+FIRST_IS_BEST = EVERY_STEP | {"base": FirstIsBest, "max_steps": 4, "eval_steps": 2, "save_steps": 2}
+FIRST_IS_BEST |= {"metric_for_best_model": "count", "greater_is_better": False}
+
+
 def test_the_best_model_has_the_adapters_of_its_step(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
-    """Weights and adapters of one checkpoint."""
-    args = KeyholeArguments(
-        str(tmp_path), method="lomo-lora", use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4,
-        learning_rate=1e-2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-        load_best_model_at_end=True, metric_for_best_model="count", greater_is_better=False,
-        remove_unused_columns=False, per_device_train_batch_size=1, per_device_eval_batch_size=1,
-    )  # fmt: skip
-    made = FirstIsBest(
-        str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:2], data_collator=lambda rows: dict(rows[0])
-    )
+    made = trainer(tiny_model, tmp_path, batches, method="lomo-lora", eval_dataset=batches[:2], **FIRST_IS_BEST)
     made.train()
     first = next(entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry)
     assert made.evaluate()["eval_loss"] == first
@@ -47,15 +44,8 @@ def test_training_goes_on_from_the_best_model(
     tiny_model: Path, tmp_path: Path, batches: list[Any], method: str
 ) -> None:
     """Also if the method has a copy of the weights of its own: a step at no rate leaves the best weights."""
-    args = KeyholeArguments(
-        str(tmp_path), method=method, use_cpu=True, report_to=[], disable_tqdm=True, max_steps=4, learning_rate=5e-4,
-        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-        metric_for_best_model="count", greater_is_better=False, remove_unused_columns=False,
-        per_device_train_batch_size=1, per_device_eval_batch_size=1, model_dtype="bfloat16",
-    )  # fmt: skip
-    made = FirstIsBest(
-        str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:2], data_collator=lambda rows: dict(rows[0])
-    )
+    how = FIRST_IS_BEST | {"learning_rate": 5e-4, "model_dtype": "bfloat16", "eval_dataset": batches[:2]}
+    made = trainer(tiny_model, tmp_path, batches, method=method, **how)
     made.train()
     best = weights_of(made.keyhole)
     made.method.param_groups[0]["lr"] = 1e-30
@@ -73,9 +63,8 @@ def test_a_best_checkpoint_that_is_gone_is_told(tiny_model: Path, tmp_path: Path
             shutil.rmtree(tmp_path / f"checkpoint-{state.global_step}")
 
     made = trainer(
-        tiny_model, tmp_path, batches, eval_dataset=batches[:1], eval_strategy="steps", eval_steps=1, max_steps=1,
-        save_strategy="steps", save_steps=1, load_best_model_at_end=True, callbacks=[Deletes],
-    )  # fmt: skip
+        tiny_model, tmp_path, batches, eval_dataset=batches[:1], max_steps=1, callbacks=[Deletes], **EVERY_STEP
+    )
     with pytest.warns(UserWarning, match="load_best_model_at_end: the best checkpoint, .*checkpoint-1, is not loaded"):
         made.train()
     plain = trainer(tiny_model, tmp_path / "plain", batches, max_steps=1)
@@ -99,15 +88,8 @@ def test_a_damaged_best_checkpoint_is_not_loaded(tiny_model: Path, tmp_path: Pat
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
             return found
 
-    args = KeyholeArguments(
-        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=1, report_to=[], max_steps=2,
-        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
-        disable_tqdm=True, learning_rate=1e-2, remove_unused_columns=False, method="lomo",
-    )  # fmt: skip
-    made = Worse(
-        str(tiny_model), args, train_dataset=batches, eval_dataset=batches[:1], callbacks=[Damages],
-        data_collator=lambda rows: dict(rows[0]),
-    )  # fmt: skip
+    how = {"base": Worse, "eval_dataset": batches[:1], "callbacks": [Damages]}
+    made = trainer(tiny_model, tmp_path, batches, **how, max_steps=2, **EVERY_STEP)
     with pytest.warns(UserWarning, match=r"checkpoint-1, is not loaded: .*model.safetensors was changed"):
         made.train()
     last = load_file(tmp_path / "checkpoint-2" / "model.safetensors")

@@ -23,15 +23,8 @@ class SetsRate(TrainerCallback):
 
 def test_a_callback_sets_the_rate(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
     """What it writes into the optimizer's group is the rate of the step, as in the Trainer."""
-    made = trainer(
-        tiny_model,
-        tmp_path,
-        batches,
-        max_steps=4,
-        callbacks=[SetsRate],
-        lr_scheduler_type="constant",
-        learning_rate=1.0,
-    )
+    constant = {"lr_scheduler_type": "constant", "learning_rate": 1.0}
+    made = trainer(tiny_model, tmp_path, batches, max_steps=4, callbacks=[SetsRate], **constant)
     made.train()
     model = keyhole.load(str(tiny_model), device="cpu", dtype="float32")
     opt = keyhole.LOMO(model, 1e-2, seed=42)

@@ -40,16 +40,15 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_the_defaults_are_honoured(tmp_path: Path, method: str) -> None:
-    """Every method trains with KeyholeArguments as they are."""
     assert told(tmp_path, method) == ""
 
 
 def test_everything_in_the_way_is_told_at_once(tmp_path: Path) -> None:
-    """Each with its name."""
     text = told(
         tmp_path, "zo", {"compute_loss_func": print, "optimizers": (object(), None), "peft_config": object()},
         max_grad_norm=1.0, gradient_checkpointing=True, adam_beta2=0.9,
     )  # fmt: skip
+    assert "max_grad_norm: zo has no gradient to clip" in text and "gradient_checkpointing: the method decides" in text
     names = [line.split(":")[0].strip() for line in text.splitlines()[1:]]
     assert len(names) == 6 and set(names) == {  # each once
         "max_grad_norm", "gradient_checkpointing", "adam_beta2", "compute_loss_func", "optimizers", "peft_config",
@@ -57,7 +56,6 @@ def test_everything_in_the_way_is_told_at_once(tmp_path: Path) -> None:
 
 
 def test_a_missing_method_is_told_with_where_to_set_it(tmp_path: Path) -> None:
-    """As in a script that keeps its TrainingArguments."""
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(UserError, match=r"method: none is given; set it by KeyholeArguments\(\.\.\., method="):
         KeyholeTrainer("demo", args)
@@ -117,14 +115,12 @@ def test_a_trainer_behind_the_mixin_with_a_step_of_its_own_is_refused(tmp_path: 
     ],
 )
 def test_settings_are_checked_as_in_a_config(tmp_path: Path, settings: Any, says: str) -> None:
-    """Names, types and bounds, before the model is loaded."""
     args = KeyholeArguments(str(tmp_path), use_cpu=True, report_to=[], method="lomo")
     with pytest.raises(UserError, match=says):
         wanted(args, {"settings": settings})
 
 
 def test_settings_contradict_arguments_before_the_model_is_loaded(tmp_path: Path) -> None:
-    """By the rules of the method's row, as in a config."""
     args = KeyholeArguments(
         str(tmp_path), use_cpu=True, report_to=[], method="lomo", learning_rate=1e-2, max_grad_norm=1.0,
         method_settings={"clip_value": 1.0},
@@ -134,7 +130,6 @@ def test_settings_contradict_arguments_before_the_model_is_loaded(tmp_path: Path
 
 
 def test_arguments_can_be_parsed_from_a_command_line() -> None:
-    """As Hugging Face's scripts do; a dict is given as JSON."""
     line = ["--output_dir", "x", "--method", "zo", "--method_settings", '{"rank": 2}', "--use_cpu"]
     (args,) = HfArgumentParser((KeyholeArguments,)).parse_args_into_dataclasses(line)
     assert wanted(args, {}).settings == {"rank": 2}

@@ -19,16 +19,7 @@ from tests.hf.runs import trainer, weights_of
 from tests.matrix import in_every_run
 
 
-def test_a_checkpoint_of_another_method_is_refused(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
-    """By the names of both."""
-    how = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    trainer(tiny_model, tmp_path, batches, **how).train()
-    other = trainer(tiny_model, tmp_path, batches, method="adalomo", max_steps=2)
-    with pytest.raises(UserError, match="was made by method=lomo, this run has adalomo"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
-def test_a_checkpoint_of_other_settings_or_another_model_is_refused(
+def test_a_checkpoint_of_another_method_settings_or_model_is_refused(
     tiny_model: Path, tmp_path: Path, batches: list[Any]
 ) -> None:
     """Without `rank` the factors of the checkpoint would be left out, in silence. What may change, may."""
@@ -37,6 +28,8 @@ def test_a_checkpoint_of_other_settings_or_another_model_is_refused(
     goes_on = {**how, "max_steps": 2}
     with pytest.raises(UserError, match="was made with rank=2 of zo, this run has None"):
         trainer(tiny_model, tmp_path, batches, **goes_on).train(resume_from_checkpoint=True)
+    with pytest.raises(UserError, match="was made by method=zo, this run has lomo"):
+        trainer(tiny_model, tmp_path, batches, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     again = trainer(tiny_model, tmp_path, batches, settings={"rank": 2, "clip": 5.0}, **goes_on)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2

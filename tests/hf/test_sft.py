@@ -51,7 +51,6 @@ def test_chats_train_as_by_sgd(tiny_model: Path, tmp_path: Path, packing: bool) 
 
 
 def test_a_loss_that_replaces_the_models_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    """Another loss than that of the tokens is not what the method trains."""
     with pytest.raises(UserError, match="loss_type: dft replaces the model's loss"):
         KeyholeSFTTrainer(
             str(tiny_model), arguments(tmp_path, loss_type="dft"),

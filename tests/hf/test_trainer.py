@@ -126,19 +126,9 @@ def test_the_model_card_states_the_method(tiny_model: Path, tmp_path: Path, batc
     ("labels", "problem"), [(1, None), (3, None), (3, "regression"), (3, "multi_label_classification")]
 )
 def test_predictions_need_no_labels(tmp_path: Path, batches: list[Any], labels: int, problem: str | None) -> None:
-    """Logits of every kind of classifier are the module's own."""
-    module = LlamaForSequenceClassification(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_labels=labels,
-            problem_type=problem,
-            pad_token_id=0,
-        )  # fmt: skip
-    ).eval()
+    shape = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    head = {"num_attention_heads": 2, "num_labels": labels, "problem_type": problem, "pad_token_id": 0}
+    module = LlamaForSequenceClassification(LlamaConfig(**shape, **head)).eval()
     module.save_pretrained(tmp_path / "model")
     asked = {name: x for name, x in batches[0].items() if name != "labels"}
     found = trainer(tmp_path / "model", tmp_path, batches).predict([asked]).predictions

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keyhole.data import worker
 from tests.hostile.conftest import MANY, Place
 from tests.hostile.values import ESCAPE, odd, places_of, with_value, write_json
 
@@ -48,26 +48,18 @@ def test_odd_values_in_rows(new_place: Callable[[], Place], data: st.DataObject)
 
 
 TEXTS: dict[str, bytes] = {
-    "a.jsonl": b'{"text": "a"}\n{"text": \n',
     "b.jsonl": b'{"text": ' + b"[" * 100_000,
     "c.jsonl": b'{"text": ' + b"9" * 5000 + b"}",
     "d.jsonl": b"\xff\xfe{\x00}\x00",
     "e.jsonl": b'{"text": "' + b"x" * 2**24 + b'"}',
     "f.jsonl": b"\n" * 2**20,
-    "g.json": b'{"rows": [1, 2]}',
-    "h.json": b'[{"text": "a"}, 3]',
-    "i.csv": b'text\n"a\n',
-    "j.csv": b"text,text\na,b\n",
     "k.csv": b"text\n" + b'"' + b"x" * 2**24,
     "l.csv": b",".join(f"\x1b]0;{i}\x07".encode() for i in range(50_000)) + b"\n1\n",
-    "m.tsv": b"text\tb\na\n",
-    "n.csv": b"text\0\na\n",
     "v.tsv": b"text\tb\n" + b'"' * (2**22 + 1) + b"\t1\t2\n" + b"9" * 2**22 + b"x\n",
     "o.parquet": b"PAR1" + b"\xff" * 100 + b"PAR1",
     "p.arrow": b"ARROW1\0\0" + b"\xff" * 100,
     "q.jsonl.gz": b"\x1f\x8b\x08\x00" + b"\xff" * 100,
     "r.jsonl.gz": b"",  # made by the test: packing it takes half a second
-    "t.xlsx": b"PK",
     f"{ESCAPE}.jsonl": b"{",
     "u.jsonl": json.dumps({ESCAPE: 1, **{f"c{i}": 1 for i in range(50_000)}}).encode(),
 }
@@ -106,10 +98,16 @@ def test_what_is_no_file_is_refused(place: Place, kind: str) -> None:
     assert kind in place.refused("data", str(place.config), f"train_data={path}")
 
 
+GROW = "{% set n = namespace(x='x') %}{% for i in range(70) %}{% set n.x = GROWN %}{% endfor %}{{ n.x }}"
 TEMPLATES = {
     "loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+    "writes in loops": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "writes long texts": "{% for i in range(99999) %}" + "y" * 10_000 + "{% endfor %}",
+    "searches": "{% set b = 'x' * 20000000 %}{% for i in range(99999) %}{% if 'yx' in b %}{% endif %}{% endfor %}",
     "multiplies": "{{ 'x' * 10**12 }}",
-    "grows": "{% set n = namespace(x='x') %}{% for i in range(70) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "grows": GROW.replace("GROWN", "n.x ~ n.x"),
+    "holds itself twice": GROW.replace("GROWN", "[n.x, n.x]"),
+    "calls itself twice": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(50) }}",
     "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "reaches for the system": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "reaches by a filter": "{{ messages | attr('__class__') | attr('__init__') | attr('__globals__') }}",
@@ -124,17 +122,25 @@ TEMPLATES = {
     "has a slow pattern": "{{ ('a' * 5000) | urlize }}" * 50,
     "asks for a number": "{{ 10 ** 10 ** 10 }}",
     "pads": "{{ '%10000000000d' % 1 }}",
+    "pads by a format": "{{ '{:10000000000}'.format(1) }}",
+    "pads by a filter": "{{ 'x' | center(10000000000) }}",
     "is large": "x" * 2**22,
+    "is long": "{{ x }}" * 2**18,
+    "changes the chat": "{{ messages.append(1) }}",
 }
+GOOD = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_harms_is_refused(place: Place, name: str) -> None:
-    """The model's own, and one that the config names: no time, no memory, no way out of the sandbox."""
+def test_a_template_that_harms_is_refused(place: Place, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time, no memory, no way out of the sandbox; the next template is written as ever."""
+    monkeypatch.setattr(worker, "SECONDS", 1)
     write_json(place.data, ROWS[2])
     (place.model / "chat_template.jinja").write_text(TEMPLATES[name])
     ended = place.run("data", str(place.config))
     assert ended.code == 2 and "root:" not in ended.printed and "<class" not in ended.printed, ended.printed[:2000]
+    assert "chat template" in ended.printed, ended.printed[:2000]
+    assert place.run("data", str(place.config), f"chat_template={GOOD}").code == 0
     if name in ("multiplies", "reaches for the system", "raises an escape", "is no template"):
         place.run("chat", str(place.model), "device=cpu", "--max-new-tokens", "1", stdin="hello\n")
 
@@ -143,32 +149,6 @@ def test_a_template_that_harms_is_refused(place: Place, name: str) -> None:
     "task", [json.dumps(row) for row in [{}, {"candidates": []}, {"candidates": [1, 2], "prompt": 1}]]
 )
 def test_tasks_that_are_none_are_refused(place: Place, task: str) -> None:
-    """With the file and the line."""
     path = place.root / "task.jsonl"
     path.write_text(task)
     assert "task.jsonl" in place.refused("eval", str(place.model), "--tasks", str(path), "device=cpu")
-
-
-@pytest.mark.parametrize("harm", ["flipped", "short", "link", "pipe", "directory"])
-def test_a_cache_of_tokens_that_was_changed_is_made_again(place: Place, harm: str, tmp_path: Path) -> None:
-    """Nothing is loaded from it that was not written by us, and nothing outside of it is written."""
-    cache = place.out.with_name("out")  # what commands may write to
-    words = [f"data_cache={cache / 'cache'}", f"output_dir={cache / 'run'}"]
-    first = place.checked(*words)
-    assert first.code == 0
-    victim = place.root / "victim"
-    victim.write_text("precious")
-    for path in [path for path in (cache / "cache").rglob("*") if path.is_file()]:
-        content = path.read_bytes()
-        path.unlink()
-        if harm in ("flipped", "short"):
-            path.write_bytes(
-                bytes([content[0] ^ 255]) + content[1:] if harm == "flipped" else content[: len(content) // 2]
-            )
-        elif harm == "link":
-            path.symlink_to(victim)
-        elif harm == "pipe":
-            os.mkfifo(path)
-        else:
-            path.mkdir()
-    place.checked(*words)

@@ -67,7 +67,6 @@ def test_odd_values_in_json(new_place: Callable[[], Place], data: st.DataObject)
 @settings(parent=MANY, max_examples=15)
 @given(data=st.data())
 def test_odd_values_in_a_tokenizer(new_place: Callable[[], Place], data: st.DataObject) -> None:
-    """The vocabulary's own file."""
     place = new_place()
     path = place.model / "tokenizer.json"
     tree = json.loads(path.read_text())

@@ -36,13 +36,7 @@ def settings(run: Path) -> None:
 
 
 def story(run: Path) -> None:
-    told = {
-        "format": 1,
-        "title": "\x1b[2J",
-        "method": "\x1b]0;x\x07",
-        "model": "m" * 10**6,
-        "lines": ["x" * 10**6] * 9,
-    }
+    told = {"format": 1, "title": "\x1b[2J", "method": "\x1b]0;x\x07", "model": "m" * 10**6, "lines": ["x" * 10**6] * 9}
     told |= {"spans": [["upload", "p", i, 1e90] for i in range(20_000)], "total": 10**300, "state": "\x1b[31m"}
     (run / "report.json").write_text(json.dumps(told))
 
@@ -61,7 +55,6 @@ CASES = [names, one_line, numbers, settings, story, environment, pipes]
 
 @pytest.mark.parametrize("harm", CASES, ids=lambda harm: harm.__name__)
 def test_a_strangers_run(harm: Callable[[Path], None], tmp_path: Path) -> None:
-    """A table and a page, or one message."""
     run = tmp_path / "theirs" / "run"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "tokens": 5, "seconds": 0.5}\n')

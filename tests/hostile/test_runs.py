@@ -142,14 +142,7 @@ def rewrite(place: Place, path: Path, content: bytes) -> None:
     (path.parent / state.STATE).write_text(state.dump(about))
 
 
-LINKS = [
-    "run/lock",
-    "run/journal",
-    "run/metrics.jsonl",
-    "run/keyhole.json",
-    "run/config.yaml",
-    "run/log.txt",
-]
+LINKS = ["run/lock", "run/journal", "run/metrics.jsonl", "run/keyhole.json", "run/config.yaml", "run/log.txt"]
 LINKS += [
     "run",
     "checkpoint-2",

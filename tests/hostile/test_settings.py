@@ -41,7 +41,6 @@ def test_a_config_that_is_none_is_refused(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pipe", "zero", "directory", "missing", "binary", "x" * 5000, "a\nb\x1b[2J"])
 def test_a_config_that_is_no_file_is_refused(place: Place, name: str) -> None:
-    """Nobody waits for a pipe or reads a device to its end."""
     path = place.root / name
     makes = {"pipe": os.mkfifo, "zero": lambda p: p.symlink_to("/dev/zero"), "directory": lambda p: p.mkdir()}
     makes["binary"] = lambda p: p.write_bytes(bytes(range(256)))
@@ -100,6 +99,5 @@ def test_an_output_dir_that_cannot_be_is_refused(place: Place, name: str) -> Non
     ids=ascii,
 )
 def test_odd_arguments(place: Place, args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices where files are expected, and names with escapes."""
     monkeypatch.chdir(place.root)
     place.refused(*args)

@@ -170,7 +170,7 @@ def test_chat_sends_the_layout_that_training_wrote(make: Make, without_template:
 
 
 def test_a_run_that_prints_the_date_goes_on_tomorrow(
-    make: Make, talks: str, stop_after: object, monkeypatch: pytest.MonkeyPatch
+    make: Make, talks: str, stop_after: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Stopped on one day and resumed on the next, it has the tokens of the day it began, and the same losses."""
     monkeypatch.setattr(data_settings_module, "today", lambda: datetime.date(2024, 2, 28))
@@ -181,6 +181,6 @@ def test_a_run_that_prints_the_date_goes_on_tomorrow(
     assert train(halves) == 130
     monkeypatch.setattr(data_settings_module, "today", lambda: datetime.date(2024, 2, 29))
     assert train(halves, resume="last") == 0
-    assert losses(halves) == losses(whole)
+    assert losses(halves) == losses(whole) and "print the date, 2024-02-28" in capsys.readouterr().out
     with pytest.raises(UserError, match="template_date: the run has null, the config now says 2024-02-29"):
         train(make("halves", **given, template_date="2024-02-29"), resume="last")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from keyhole.checkpoint import journal, select
 from keyhole.checkpoint.state import dump
@@ -38,6 +39,15 @@ def test_n_plus_m_equals_n_stop_resume_m(
     through, stopped = make("through", **settings), make("stopped", **settings)
     stopped_is_whole(through, stopped, 3)
     assert len(losses(through)) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_on_a_gpu(make: Make, tiny_data: Path, variant: str, stopped_is_whole: Callable) -> None:
+    """On a GPU, where losses are read a step late, a resumed run is exact too."""
+    settings = VARIANTS[variant] | {"device": "cuda", "eval_data": str(tiny_data), "eval_steps": 2}
+    stopped_is_whole(make("through", **settings), make("stopped", **settings), 3)
 
 
 def test_saves_and_evaluations_do_not_bend_the_curve(make: Make, tiny_data: Path) -> None:
@@ -145,25 +155,24 @@ def test_an_evaluation_that_a_signal_ended_is_done_on_resume(
 @pytest.mark.parametrize("method", ["zo", "adamw", "lora"])
 def test_moved_model_and_data_are_known_by_their_content(make: Make, tmp_path: Path, method: str, capsys: Any) -> None:
     """The directories have other names now: the run goes on, to the bit; other content is refused."""
-    model, data = (
-        shutil.copytree(make().model, tmp_path / "model"),
-        shutil.copy(make().train_data, tmp_path / "d.jsonl"),
-    )
-    whole, config = (
-        make("whole", method=method),
-        make(method=method, model=str(model), train_data=str(data), max_steps=3),
-    )
-    config = replace(config, lr_scheduler_type="constant", warmup_ratio=0.0)
-    train(replace(whole, lr_scheduler_type="constant", warmup_ratio=0.0))
+    model = shutil.copytree(make().model, tmp_path / "model")
+    data = shutil.copy(make().train_data, tmp_path / "d.jsonl")
+    settings = {"method": method, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    whole, config = make("whole", **settings), make(model=str(model), train_data=str(data), max_steps=3, **settings)
+    train(whole)
     train(config)
     (tmp_path / "new").mkdir()
     moved = replace(config, model=str(model.rename(tmp_path / "new" / "model")), max_steps=6)
     moved = replace(moved, train_data=str(Path(data).rename(tmp_path / "new" / "e.jsonl")))
     assert train(moved, resume="") == 0
-    assert "of the same content" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("of the same content") == 2
     assert same(weights(whole.output_dir), weights(config.output_dir))
-    with pytest.raises(UserError, match="model: the run has .*the config now says .*lost"):
-        train(replace(moved, model=str(tmp_path / "lost"), max_steps=7), resume="")
+    other = shutil.copytree(moved.model, tmp_path / "other")
+    content = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for place in (other, tmp_path / "lost"):
+        with pytest.raises(UserError, match=f"model: the run has .*the config now says {place}"):
+            train(replace(moved, model=str(place), max_steps=7), resume="")
     Path(moved.train_data).write_text('{"prompt": "a", "completion": "b"}\n')
     with pytest.raises(UserError, match="the training data are not those of the checkpoint"):
         train(replace(moved, max_steps=7), resume="")
@@ -289,18 +298,6 @@ def test_a_lost_marker_names_the_checkpoint_to_go_on_from(make: Make, harm: str)
     with pytest.raises(UserError, match=f"keyhole.json .*--resume {root}/checkpoint-2"):
         train(config, resume="")
     assert train(make("new", max_steps=3), resume=str(root / "checkpoint-2")) == 0
-
-
-def test_settings_that_may_not_change(make: Make) -> None:
-    """What a run is cannot change on the way; the run stays as it was."""
-    config = make(max_steps=2)
-    train(config)
-    before = sorted(Path(config.output_dir).rglob("*"))
-    with pytest.raises(UserError, match="  batch_size: the run has 4, the config now says 2\n  seed: the run"):
-        train(replace(config, seed=5, batch_size=2), resume="")
-    with pytest.raises(UserError, match="adam_beta1"):
-        train(replace(config, adam_beta1=0.5), resume="")
-    assert before == sorted(Path(config.output_dir).rglob("*"))
 
 
 def test_a_finished_model_without_checkpoints_is_not_begun_anew(make: Make) -> None:

@@ -21,7 +21,6 @@ from tests.training.runs import Make, losses, metrics, same, weights
 
 
 def test_a_disk_without_room_is_refused_at_the_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first step, with both numbers."""
     monkeypatch.setattr(saving, "free_bytes", lambda path: 2**20)
     with pytest.raises(UserError, match=r"output_dir: saving the model takes 0\.06 GiB, and .* has 0\.00 GiB free"):
         train(make())
@@ -202,7 +201,6 @@ def test_what_fails_while_closing_leaves_nothing_open(make: Make, monkeypatch: p
 
 
 def test_a_tracker_that_fails_is_said_once(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The run goes on without it, and the metrics are complete."""
 
     def broken(step: int, numbers: dict[str, float]) -> None:
         raise ValueError("the tracker is broken")

@@ -192,7 +192,6 @@ def test_a_run_without_input_and_output_trains(make: Make) -> None:
 
 
 def test_two_processes_in_one_directory(make: Make) -> None:
-    """The second one is refused with the number of the first, which goes on."""
     config = make(max_steps=100_000, logging_steps=1000)
     child = Child(config)
     try:

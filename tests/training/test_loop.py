@@ -15,7 +15,6 @@ from tests.training.runs import Make, losses, metrics, weights
 
 @pytest.mark.parametrize("method", METHODS)
 def test_training_learns(make: Make, method: str) -> None:
-    """Every method lowers the loss on a set it sees again and again."""
     rates = {"sgd": 0.1, "zo": 2e-3}
     steps = {"zo": 40, "lomo": 20, "adalomo": 12, "lomo-lora": 12}.get(method, 8)
     config = make(method=method, learning_rate=rates.get(method, 3e-3), max_steps=steps, batch_size=8)

@@ -91,7 +91,6 @@ def test_lines_are_strict_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_finds_one_bad_element(dtype: torch.dtype, value: float) -> None:
-    """One element among thousands is found, and its tensor named."""
     bad = torch.randn(100, 33).to(dtype)
     bad[57, 4] = value
     tensors = [("empty", torch.empty(0)), ("good", torch.ones(5, dtype=dtype)), ("bad", bad)]

@@ -71,7 +71,6 @@ def test_the_steps_of_a_config_are_those_of_its_method(mixture: Path) -> None:
 
 
 def test_without_a_gpu_the_smallest_machine_that_is_large_enough_is_taken(mixture: Path) -> None:
-    """And said."""
     said: list[str] = []
     question, _ = ask(check_plan(str(mixture), gpu="11GiB"), said.append)
     assert question.rates is PROFILES["3060"] and "planned for --machine 3060" in said[0]
@@ -82,7 +81,6 @@ def test_without_a_gpu_the_smallest_machine_that_is_large_enough_is_taken(mixtur
 def test_planned_and_measured_pace_stand_side_by_side(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a few steps, where the rates of the machine are known."""
     monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path / "cache"))
     cpu = torch.device("cpu")
     measure.keep(cpu, PROFILES["laptop"], print)

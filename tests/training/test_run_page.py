@@ -58,7 +58,6 @@ def test_there_before_the_first_step_and_up_to_date_after_the_last(
 
 
 def test_a_run_that_goes_on_has_one_page(make: Make, stop_after: Callable[..., None], tiny_data: Path) -> None:
-    """Stopped after step 3 and resumed: the curves have all steps."""
     config = make(eval_data=str(tiny_data), eval_steps=2)
     stop_after(3, signal.SIGTERM)
     assert train(config) == 130
@@ -91,7 +90,6 @@ def test_a_page_that_cannot_be_made_changes_nothing(
 
 
 def test_a_failed_run_says_why(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ends a run is on its page, as text."""
 
     def fail(self: loop.Leader) -> None:
         raise NonFinite("the loss is <nan>")

@@ -199,7 +199,6 @@ def test_another_process_is_named_and_a_dead_one_is_not_in_the_way(tmp_path: Pat
 
 @pytest.mark.parametrize("linked", [os.symlink, os.link])
 def test_a_file_of_the_user_is_no_lock(tmp_path: Path, linked: Callable) -> None:
-    """Whichever way it got that name, it is refused and not written over."""
     (tmp_path / "victim").write_text("precious\n")
     (tmp_path / "run").mkdir()
     linked(tmp_path / "victim", tmp_path / "run" / "lock")

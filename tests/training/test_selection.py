@@ -103,7 +103,6 @@ def test_a_run_that_has_ended_early_can_be_given_more(make: Make, tiny_data: Pat
 def test_a_best_step_that_the_disk_did_not_take(
     make: Make, tiny_data: Path, evaluations: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The next best that is there is published, and the miss is said."""
     evaluations([*VALUES[:-1], 1.25])
     real = loop.Saver._begin
 

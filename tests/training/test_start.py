@@ -12,6 +12,7 @@ import pytest
 
 from keyhole.assets import MODEL, TRAIN
 from keyhole.checkpoint.state import FORMAT, dump
+from tests.training.test_rundir import contents
 
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "urllib.request")
 PROGRAM = """
@@ -131,19 +132,27 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
         "eval no data": (["eval", "demo", "--tasks", "sst2", "--task-data", f"{tmp_path}/others"], "task_data: "),
         "replay no journal": (["replay", "demo", f"{tmp_path}/absent", f"{tmp_path}/x"], "JOURNAL: "),
         "replay onto a model": (["replay", "demo", f"{tmp_path}/journal", f"{tmp_path}/others"], "OUT: "),
+        "no such config": (["train", "no-such.yaml"], "no such config file"),
+        "setting as an option": (["train", "demo-zo", "--seed", "3"], "write seed=3"),
+        "no run": (["report", "no-such-run"], "no run is here"),
+        "size": (["eval", "out", "--tasks", "a", "gpu_memory=8"], "such as 8GiB"),
+        "eval no model": (["eval", "/no/such/model", "--tasks", "a"], "/no/such/model is not a directory here"),
+        "path from here": (["train", "demo-zo", "model=./mistyped"], "./mistyped is not a directory here"),
+        "path from home": (["data", "demo-zo", "model=~/mistyped"], "mistyped is not a directory here"),
         "dry run": ([*run, "--dry-run", f"train_data={tmp_path}/absent.jsonl"], "absent.jsonl: no such file"),
     }
+    before = contents(tmp_path).keys() | {"used/run/lock"}
     told = dict(zip(cases, commands(*(words for words, _ in cases.values())), strict=True))
+    assert contents(tmp_path).keys() == before, "something was written"
     for name, (code, said, heavy) in told.items():
         assert code == 2 and cases[name][1] in said, (name, said)
-        assert heavy == [], name
-    assert not (tmp_path / "out").exists()
+        assert heavy == [] and "Traceback" not in said and len(said.splitlines()) < 12, (name, said)
 
 
 def test_help_and_recipes_need_no_torch() -> None:
     """`--help`, of every verb too, the list of recipes and a recipe are printed without torch."""
     verbs = ("train", "plan", "data", "eval", "chat", "compare", "replay", "bench", "config", "demo", "env")
-    asked = [["--help"], ["--version"], ["config", "ls"], ["config", "show"], ["compare"]]
-    told = commands(*asked, *([verb, "--help"] for verb in verbs))
+    asked = [["--help"], ["--version"], ["config", "ls"], ["config", "show"], ["config", "show", "demo-zo"]]
+    told = commands(*asked, ["compare"], *([verb, "--help"] for verb in verbs))
     assert [code for code, _, _ in told] == [0] * len(told)
     assert told[-1][2] == []

@@ -52,7 +52,6 @@ def written(name: str, about: Callable[..., About]) -> None:
 
 
 def test_tensorboard(about: Callable[..., About]) -> None:
-    """Scalars are written under their names, in one place."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -86,7 +85,6 @@ def test_mlflow_in_a_file(about: Callable[..., About]) -> None:
 
 
 def test_trackio_on_this_machine(about: Callable[..., About], tmp_path: Path) -> None:
-    """One run in trackio's own files; the resumed one is the same."""
     pytest.importorskip("trackio")
     code = (
         "import json, sys; from pathlib import Path; sys.path[:0] = json.loads(sys.argv[3])\n"
@@ -152,7 +150,6 @@ def test_a_slow_tracker_holds_up_nobody() -> None:
 
 @pytest.mark.parametrize("at", ["open", "write", "close"])
 def test_an_error_is_raised_once_to_the_caller(at: str) -> None:
-    """Whatever goes wrong on the other thread."""
 
     def fail(place: str) -> None:
         if place == at:

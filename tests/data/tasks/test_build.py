@@ -16,6 +16,7 @@ from keyhole.data.tasks.spec import task_names
 from keyhole.data.tasks.tables import NO_LABEL, pick_all, spelled
 from keyhole.errors import UserError
 
+COPA = {"premise": "a", "choice1": "b", "choice2": "c", "question": "cause", "label": 0}
 LABELLED = [name for name in task_names() if read_spec(name).labels]
 
 
@@ -60,13 +61,12 @@ def test_any_other_label_is_refused_or_unlabelled(value: object) -> None:
         ("sst2", {"review": "a", "label": 1}, "found: review, label. Rename it, or give"),
         ("drop", {"passage": "p", "question": "q", "answers_spans": {"types": ["number"]}}, "Rename it, or give"),
         ("drop", {"passage": "p", "question": "q", "answers_spans.spans": "four"}, "expected a list; a CSV or TSV"),
-        ("copa", {"premise": "a", "choice1": "b", "choice2": "b", "question": "cause", "label": 0}, "are the same"),
-        (
-            "copa",
-            {"premise": "a", "choice1": "b", "choice2": "", "question": "cause", "label": 0},
-            "not empty, found ''",
-        ),
-        ("copa", {"premise": "a", "choice1": "b", "choice2": "c", "question": "why", "label": 0}, "prompt"),
+        ("squad", {"title": "t", "context": "c", "question": "q", "answers": "May"}, "let\\..* expected a list; a CSV"),
+        ("squad", {"title": "t", "context": "c", "question": "q", "answers": "{'text': []}"}, "a CSV or TSV holds"),
+        ("copa", COPA | {"choice2": "b"}, "are the same"),
+        ("copa", COPA | {"choice2": ""}, "not empty, found ''"),
+        ("copa", COPA | {"question": "why"}, "prompt"),
+        ("record", {"passage": "a", "query": "b", "entities": "['c']", "answers": ["c"]}, "expected a list; a CSV"),
         ("record", {"passage": "a", "query": "b", "entities": ["c", "d"], "answers": ["e"]}, "none of e is one of"),
         ("stsb", {"sentence1": "a", "sentence2": "b", "score": "high"}, "score: expected a number|label"),
         ("sst2", {"sentence": "\ud800", "label": 1}, "half of a character"),
@@ -120,7 +120,6 @@ def test_what_is_wrong_with_candidates_is_said(tmp_path: Path, candidates: str, 
 
 
 def test_references_are_texts(tmp_path: Path) -> None:
-    """A list with null in it names no answer."""
     text = "columns: {x: x}\nprompt: '{{ x | length }}'\nanswer: a\nreferences: x\nmetric: exact_match\n"
     (tmp_path / "own.yaml").write_text(text)
     with pytest.raises(UserError, match="references: found None, expected texts"):

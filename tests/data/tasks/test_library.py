@@ -6,7 +6,6 @@ import pytest
 
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.spec import task_names
-from keyhole.errors import UserError
 from tests.data.tasks.rows import CASES
 
 FILES = [(task, name) for task, case in CASES.items() for name in case.files]
@@ -42,21 +41,6 @@ def test_files_that_are_labels(tmp_path: Path) -> None:
         f"{name} {i} caf\xe9 This is" for name in ("plot", "quote") for i in range(2)
     ]
     assert len(drawn["test"].questions) == 2000 and "Latin-1" in drawn["test"].about
-
-
-@pytest.mark.parametrize(
-    ("task", "text"),
-    [
-        ("squad", "title,context,question,answers\nRain,It rains in May.,When?,May\n"),
-        ("squad", "title,context,question,answers\nRain,It rains in May.,When?,\"{'text': ['May']}\"\n"),
-        ("record", "passage,query,entities,answers\nAnn met Bob,@placeholder,\"['Ann', 'Bob']\",['Bob']\n"),
-    ],
-)
-def test_a_list_in_a_cell_is_refused(task: str, text: str, tmp_path: Path) -> None:
-    """A CSV has no lists: the first letter of the cell was the answer that squad trained on."""
-    (tmp_path / "validation.csv").write_text(text)
-    with pytest.raises(UserError, match=r"row 1: .*let\..* expected a list; a CSV or TSV holds none"):
-        load_task(task, str(tmp_path), Numbers(), training=False)
 
 
 def test_several_spellings_of_an_entity_are_right(tmp_path: Path) -> None:
