@@ -146,7 +146,8 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
     assert contents(tmp_path).keys() == before, "something was written"
     for name, (code, said, heavy) in told.items():
         assert code == 2 and cases[name][1] in said, (name, said)
-        assert heavy == [] and "Traceback" not in said and len(said.splitlines()) < 12, (name, said)
+        assert heavy == [] and "Traceback" not in said, (name, said)
+        assert len(said.splitlines()) < (12 if name != "other settings" else 50), name
 
 
 def test_help_and_recipes_need_no_torch() -> None:
