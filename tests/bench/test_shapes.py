@@ -9,17 +9,9 @@ from keyhole.bench.shapes import model_config
 from keyhole.model.structure.skeleton import build
 
 PUBLISHED = {
-    "125M": 125e6,
-    "350M": 331e6,
-    "1.3B": 1.316e9,
-    "2.7B": 2.65e9,
-    "6.7B": 6.66e9,
-    "13B": 12.85e9,
-    "30B": 29.97e9,
-    "66B": 65.7e9,
-    "175B": 174.6e9,
-    "BLOOM-176B": 176.25e9,
-}
+    "125M": 125e6, "350M": 331e6, "1.3B": 1.316e9, "2.7B": 2.65e9, "6.7B": 6.66e9, "13B": 12.85e9, "30B": 29.97e9,
+    "66B": 65.7e9, "175B": 174.6e9, "BLOOM-176B": 176.25e9,
+}  # fmt: skip
 
 
 def counted(config: Any) -> int:

@@ -49,16 +49,22 @@ def test_a_system_prompt_that_the_template_drops_is_refused(tiny_model: Path) ->
     model.tokenizer.chat_template = own
 
 
-def test_the_conversation_goes_on_until_reset(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question is asked with all that was said before it; /reset forgets, the system prompt stays."""
+def prompts(conversation: Conversation, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the model will be asked; its answers are `answer 1` and so on."""
     seen = []
-    conversation = Conversation(load(tiny_model), system="Be kind.")
 
     def generate(ids: torch.Tensor, out: io.StringIO) -> str:
         seen.append(conversation.tokenizer.decode(ids[0]))
         return f"answer {len(seen)}"
 
     monkeypatch.setattr(conversation, "_generate", generate)
+    return seen
+
+
+def test_the_conversation_goes_on_until_reset(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question is asked with all that was said before it; /reset forgets, the system prompt stays."""
+    conversation = Conversation(load(tiny_model), system="Be kind.")
+    seen = prompts(conversation, monkeypatch)
     talk(conversation, io.StringIO("one\ntwo\n\n/reset\nthree\n/exit\nfour\n"), io.StringIO())
     system = "<|system|>Be kind.<|end|>"
     assert seen == [
@@ -72,14 +78,8 @@ def test_a_backslash_and_plain_give_the_prompt_of_training(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Prompts with line breaks can be asked, and without the template that they were trained without."""
-    seen = []
     conversation = Conversation(load(tiny_model), plain=True)
-
-    def generate(ids: torch.Tensor, out: io.StringIO) -> str:
-        seen.append(conversation.tokenizer.decode(ids[0]))
-        return ""
-
-    monkeypatch.setattr(conversation, "_generate", generate)
+    seen = prompts(conversation, monkeypatch)
     too_long = f"start\\\n{'x' * 5000}\n"
     talk(conversation, io.StringIO(f"Review: a\\\r\nVerdict:\r\n{too_long}/reset\none\\"), io.StringIO())
     assert seen == ["Review: a\nVerdict:", "one"]

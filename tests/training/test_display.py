@@ -89,23 +89,13 @@ def test_every_line_is_in_the_log_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "precious").read_text() == "mine" and capsys.readouterr().out.count("goes on") == 2
 
 
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_plain_lines_are_rare() -> None:
     """Nothing within two seconds, then a line every ten, and no control codes."""
-    clock, stream = Clock(), io.StringIO()
-    waiting = Waiting(stream=stream, clock=clock)
+    now, stream = [100.0], io.StringIO()
+    waiting = Waiting(stream=stream, clock=lambda: now[0])
     with waiting.phase("reading data"):
         for second in range(15):
-            clock.now_s = 100.0 + second
+            now[0] = 100.0 + second
             tell("tokenising", second * 1000, lambda: 15_000, "rows")
     assert stream.getvalue().splitlines() == [
         "keyhole: tokenising: 2,000 of 15,000 rows",

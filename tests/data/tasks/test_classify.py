@@ -179,13 +179,10 @@ def test_names_are_the_datas_words() -> None:
     assert class_names(read_spec("stsb"), 6) == ("0", "1", "2", "3", "4", "5")
 
 
-def test_labels_are_matched_by_name() -> None:
+def test_labels_are_matched_by_name_or_else_by_number() -> None:
     found = find_labels([MNLI], config("CONTRADICTION", "NEUTRAL", "ENTAILMENT"))
     assert found.order == (2, 1, 0) and found.names == ("CONTRADICTION", "NEUTRAL", "ENTAILMENT")
     assert find_labels([SST2], config("great", "negative")).order == (1, 0)
-
-
-def test_labels_without_names_are_matched_by_number() -> None:
     found = find_labels([SST2], config("LABEL_0", "LABEL_1"))
     assert found.order == (0, 1) and found.names == ("negative", "positive")
 

@@ -132,8 +132,3 @@ def test_questions_without_a_wrong_candidate_are_not_called_too_long(tiny_model:
     given = settings(tiny_model, tmp_path, task=str(tmp_path / "own.yaml"), loss="candidates")
     with pytest.raises(UserError, match="1 are questions of which no candidate is wrong"):
         load_data(given)
-
-
-def test_nothing_is_held_out_without_dev(tiny_model: Path, folder: Path) -> None:
-    data = load_data(settings(tiny_model, folder, num_dev=0))
-    assert not data.eval and not data.dev and data.test
