@@ -249,6 +249,9 @@ def test_what_is_not_read_of_a_directory_is_named(tmp_path: Path) -> None:
     (line,) = told(str(tmp_path))
     assert "not read: b.jsonl.zst, more/" in line
     assert told(f"{tmp_path}/a.jsonl") == []
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(UserError, match=r"holds no data file .*; it holds README.md, b.jsonl.zst, more/"):
+        resolve([str(tmp_path)])
 
 
 def test_a_file_that_is_read_twice_is_named(tmp_path: Path) -> None:
@@ -256,13 +259,6 @@ def test_a_file_that_is_read_twice_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").symlink_to(tmp_path / "a.jsonl")
     (line,) = told(f"{tmp_path}/b.jsonl", f"{tmp_path}/*.jsonl")
     assert "a.jsonl (2 times)" in line and "b.jsonl (2 times)" in line
-
-
-def test_a_directory_without_data_is_told_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "a.jsonl.zst").touch()
-    with pytest.raises(UserError, match=r"holds no data file .*; it holds a.jsonl.zst, sub/"):
-        resolve([str(tmp_path)])
 
 
 def test_a_directory_with_several_splits_is_named(tmp_path: Path) -> None:

@@ -30,14 +30,8 @@ def test_tasks_and_data_in_one_table(
 ) -> None:
     """One line a file; the same numbers go to the JSON file, whatever the placement."""
     lines: list[str] = []
-    text = evaluate(
-        str(tiny_model),
-        [task, str(tiny_data)],
-        placement=placement,
-        device="cpu",
-        json_path=tmp_path / "out.json",
-        say=lines.append,
-    )
+    how = {"placement": placement, "device": "cpu", "json_path": tmp_path / "out.json"}
+    text = evaluate(str(tiny_model), [task, str(tiny_data)], say=lines.append, **how)
     found = json.loads((tmp_path / "out.json").read_text())
     first, second = found["results"]
     assert first["name"] == "sums/val" and first["questions"] == 8 and len(first["predictions"]) == 8

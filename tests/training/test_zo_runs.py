@@ -20,18 +20,13 @@ from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.reach import is_left_out
 from keyhole.training.start import train
 from tests.matrix import in_every_run
-from tests.training.runs import Make, losses, metrics, same, weights
+from tests.training.runs import BF16, Make, losses, metrics, same, weights
 
 CASES: dict[str, dict[str, Any]] = {
     "fzoo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="fzoo", directions=3), "weight_decay": 0.1},
-    "low rank": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=3), "placement": "stream", "dtype": "bfloat16"},
+    "low rank": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=3), **BF16},
     "low rank, kept": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=4, fold=False)},
-    "low rank, folded sums": {
-        "learning_rate": 1e-2,
-        "zo": ZOConfig(rank=2, refresh=1, fold=False),
-        "placement": "stream",
-        "dtype": "bfloat16",
-    },
+    "low rank, folded sums": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=1, fold=False), **BF16},
     "fzoo, 16 bit": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="fzoo", directions=2), "dtype": "bfloat16"},
 }
 STEPS = 6
