@@ -34,17 +34,20 @@ def broken(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "broken"))
 
 
-def shard(path: Path, count: int) -> None:
-    """Rewrites model.safetensors as `count` shards with an index, as large checkpoints come."""
-    tensors = load_file(path / "model.safetensors")
+def shard(path: Path, count: int, rename: str = "", bins: bool = False, **how: object) -> None:
+    """Rewrites model.safetensors as `count` shards with an index, as large checkpoints come; or as .bin files, of which
+    a single one has no index."""
+    tensors = {name.removeprefix(rename): x for name, x in load_file(path / "model.safetensors").items()}
     (path / "model.safetensors").unlink()
+    stem, end = ("pytorch_model", "bin") if bins else ("model", "safetensors")
     weight_map = {}
     for i in range(count):
-        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        file = f"{stem}-{i + 1:05d}-of-{count:05d}.{end}" if count > 1 else f"{stem}.{end}"
         part = dict(list(tensors.items())[i::count])
-        save_file(part, path / file, metadata={"format": "pt"})
+        torch.save(part, path / file, **how) if bins else save_file(part, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    if count > 1:
+        (path / f"{stem}.{end}.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, "float64", torch.int8, "fp16"])
@@ -114,28 +117,12 @@ def test_odd_generation_settings_are_named(broken: Path, name: str) -> None:
         keyhole.load(broken, device="cpu")
 
 
-def to_bin(path: Path, count: int = 1, rename: str = "", **how: object) -> None:
-    """Rewrites model.safetensors as pytorch_model.bin, or as `count` of them with an index."""
-    tensors = {name.removeprefix(rename): x for name, x in load_file(path / "model.safetensors").items()}
-    (path / "model.safetensors").unlink()
-    names = (
-        [f"pytorch_model-{i + 1:05d}-of-{count:05d}.bin" for i in range(count)] if count > 1 else ["pytorch_model.bin"]
-    )
-    weight_map = {}
-    for i, file in enumerate(names):
-        part = dict(list(tensors.items())[i::count])
-        torch.save(part, path / file, **how)
-        weight_map |= dict.fromkeys(part, file)
-    if count > 1:
-        (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
 LAYOUTS = {
     "shards": lambda path: shard(path, 3),
-    "one .bin": to_bin,
-    "shards in .bin": lambda path: to_bin(path, 3),
-    "without the decoder's prefix": lambda path: to_bin(path, rename="model."),
-    "the format of before PyTorch 1.6": lambda path: to_bin(path, _use_new_zipfile_serialization=False),
+    "one .bin": lambda path: shard(path, 1, bins=True),
+    "shards in .bin": lambda path: shard(path, 3, bins=True),
+    "without the decoder's prefix": lambda path: shard(path, 1, "model.", bins=True),
+    "the format of before PyTorch 1.6": lambda path: shard(path, 1, bins=True, _use_new_zipfile_serialization=False),
 }
 
 

@@ -236,7 +236,7 @@ def add_module(model: keyhole.Model) -> None:
     model.module.model.layers[0].adapter = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("use", ["step", "save", "flush"])
+@pytest.mark.parametrize("use", ["step", "save", "flush", "make"])
 @pytest.mark.parametrize("change", [resize, replace_parameter, replace_module, add_parameter, add_module])
 def test_a_parameter_that_is_no_longer_or_newly_in_the_module_is_refused(
     change: Callable, use: str, tmp_path: Any
@@ -251,8 +251,10 @@ def test_a_parameter_that_is_no_longer_or_newly_in_the_module_is_refused(
             method.step(micro_batches(1, 1))
         elif use == "save":
             method.model.save_pretrained(tmp_path / "out")
-        else:
+        elif use == "flush":
             method.flush()
+        else:
+            keyhole.LOMO(method.model, 1e-2)
     assert not (tmp_path / "out").exists()
 
 

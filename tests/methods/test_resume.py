@@ -46,7 +46,7 @@ CASES = [
     Case("lsp", {"optimizer_on": "gpu", "preset": "paper"} | FITS, often=True),
     Case("muon", {}, "bfloat16", streams=True, often=True),
     Case("muon", {"max_grad_norm": 0.5}, "bfloat16", streams=True, often=True),
-    Case("zo", often=True),
+    *(Case("zo", {"directions": 3, "weight_decay": 0.1, "estimator": name}, often=True) for name in ("mezo", "fzoo")),
     Case("zo", LOW, "bfloat16", "opt", often=True),
     Case("zo", LOW, family="opt"),
     Case("zo", LOW | {"fold": False}, "bfloat16", "opt"),

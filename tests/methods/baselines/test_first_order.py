@@ -34,10 +34,7 @@ def plain_loss(module: torch.nn.Module, batches: list) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "make, options",
-    [
-        (torch.optim.AdamW, {"weight_decay": 0.1}),
-        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}),
-    ],
+    [(torch.optim.AdamW, {"weight_decay": 0.1}), (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01})],
 )
 def test_equals_a_plain_torch_loop(make: type, options: dict[str, float]) -> None:
     """Five steps with micro-batches and clipping give the weights of the loop anyone would write."""

@@ -19,11 +19,7 @@ def step(opt: LOMOLoRA, first: int, steps: int, micro: int = 2) -> list[float]:
     return [float(opt.step(micro_batches(t, micro))) for t in range(first, first + steps)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"max_grad_norm": 0.3}, {"clip_value": 1e-3}, {"weight_decay": 0.5}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.3}, {"clip_value": 1e-3}, {"weight_decay": 0.5}], ids=str)
 def test_equals_two_torch_optimizers(options: dict[str, float]) -> None:
     """SGD on the base and AdamW on the adapters of an ordinary peft model; clipping and decay hold for both."""
     from peft import LoraConfig, inject_adapter_in_model

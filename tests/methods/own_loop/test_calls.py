@@ -22,15 +22,6 @@ def test_what_is_no_batch_is_refused(batch: Any) -> None:
         keyhole.LOMO(load("llama"), 1e-3).step(batch)
 
 
-def test_tokens_of_32_bits_are_tokens() -> None:
-    """As numpy's and some tokenizers' are: the same step."""
-    losses = []
-    for dtype in (torch.int32, torch.int64):
-        (batch,) = micro_batches(0, 1)
-        losses.append(float(keyhole.LOMO(load("llama"), 1e-3).step({k: x.to(dtype) for k, x in batch.items()})))
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.parametrize(
     ("ids", "says"),
     [

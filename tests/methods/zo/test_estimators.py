@@ -98,35 +98,16 @@ def test_streamed_equals_resident(directions: int) -> None:
     check_one_visit(model, keyhole.ZO(model, 1e-3, **how), batches)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp8"])
-def test_streamed_in_another_format(tiny_model: Any, wire: str) -> None:
-    """Weights in 16 or 8 bits at home give the bits of the resident run in the same format."""
-    how = {"device": "cpu", "dtype": "bfloat16", "wire": wire}
-    models = [keyhole.load(tiny_model, placement=where, **how) for where in ("resident", "stream")]
-    ids = torch.randint(0, 200, (4, 8), generator=torch.Generator().manual_seed(0))
-    losses = [train(m, 3, [{"input_ids": ids, "labels": ids}], **options("fzoo")) for m in models]
-    assert losses[0] == losses[1] and equal(*map(weights, models))
-
-
 @pytest.mark.parametrize("estimator", RULES)
-def test_resume_and_replay_are_exact(estimator: str) -> None:
-    """N + M steps equal N, state out, state in, M; and equal the updates alone, made by a method that knows none of
-    the estimator."""
-    whole, parts, replayed = load(), load(), load()
+def test_replay_is_exact(estimator: str) -> None:
+    """The updates alone give the weights, made by a method that knows none of the estimator."""
+    whole, replayed = load(), load()
     opt = keyhole.ZO(whole, 1e-3, eps=EPS, seed=SEED, **options(estimator))
     updates = []
     for t in range(5):
         opt.step(step_batch(t))
         updates.append(opt.latest)
     opt.flush()
-    first, second = (keyhole.ZO(parts, 1e-3, eps=EPS, seed=SEED, **options(estimator)) for _ in range(2))
-    for t in range(2):
-        first.step(step_batch(t))
-    second.load_state_dict(first.state_dict())
-    for t in range(2, 5):
-        second.step(step_batch(t))
-    second.flush()
-    assert equal(weights(whole), weights(parts))
     noise = {"distribution": DEFAULTS[estimator].distribution, "weight_decay_on": "all"}
     keyhole.ZO(replayed, directions=3, seed=SEED, **noise).replay(updates)
     assert equal(weights(whole), weights(replayed))

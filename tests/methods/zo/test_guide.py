@@ -329,10 +329,7 @@ def test_the_plan_counts_rows_and_positions_that_there_are() -> None:
     assert planned_bytes(64, chooses=True, trained=300.0) > tokens  # a choice needs all tokens of its candidates
 
 
-@pytest.mark.parametrize(
-    "wrong, said",
-    [({"rank": None}, "set zo.rank"), ({"guide": 0}, "guide")],
-)
+@pytest.mark.parametrize("wrong, said", [({"rank": None}, "set zo.rank"), ({"guide": 0}, "guide")])
 def test_what_does_not_go_together_is_refused(wrong: dict[str, Any], said: str) -> None:
     how = {"lr": 1e-3} | GUIDED | wrong
     with pytest.raises(UserError, match=said):

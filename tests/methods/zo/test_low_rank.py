@@ -213,21 +213,6 @@ def test_what_does_not_go_together_is_refused(wrong: dict[str, Any]) -> None:
         keyhole.ZO(load(), **{"rank": 2} | wrong)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_the_gpu_streamed_equals_resident(name: str, dtype: str) -> None:
-    """Random schedules with delayed streams and poisoned slots give the resident run's bits."""
-    small = {"device": "cuda", "dtype": dtype}
-    resident = load(name, **small)
-    expected = train(resident, 7, lr=1e-2, **LOW)
-    for schedule in range(10):
-        model = load(name, **small, placement="stream", chaos=random.Random(schedule))
-        assert train(model, 7, lr=1e-2, **LOW) == expected, schedule
-        assert equal(weights(resident), weights(model)), schedule
-        model.close()
-
-
 def test_a_model_that_mixes_rows_gets_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a layer sees other shapes than rows of tokens, the step is made again with a pass per look, streamed too,
     and so are all later ones."""

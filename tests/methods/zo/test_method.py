@@ -56,8 +56,7 @@ def textbook(model: keyhole.Model, steps: int, q: int, weight_decay: float, micr
 
 
 @pytest.mark.parametrize(
-    "name, q, weight_decay, micro",
-    [("llama", 1, 0.0, 1), ("llama", 2, 0.1, 2), ("opt", 3, 0.1, 1)],
+    "name, q, weight_decay, micro", [("llama", 1, 0.0, 1), ("llama", 2, 0.1, 2), ("opt", 3, 0.1, 1)]
 )
 def test_equals_the_textbook_loop(name: str, q: int, weight_decay: float, micro: int) -> None:
     """Four steps in fp32 give the textbook's weights to the bit, with directions, decay, a schedule, accumulation."""

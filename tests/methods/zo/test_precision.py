@@ -1,5 +1,7 @@
 """Zeroth-order steps in sixteen and eight bits: rounding, wire formats, and the same arithmetic on both devices."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from tests.matrix import in_every_run
 from tests.methods.zo.loops import EPS, equal, load, train, weights
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
+
+FZOO = {"estimator": "fzoo", "directions": 3, "weight_decay": 0.1, "weight_decay_on": "all"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -22,13 +26,14 @@ def test_sixteen_bit_streams_exactly(dtype: str) -> None:
 
 
 @in_every_run(lambda wire, dtype: dtype == "bfloat16" and wire != "fp16")
+@pytest.mark.parametrize("how", [{"directions": 2}, FZOO], ids=["mezo", "fzoo"])
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_wire_formats_stream_exactly(wire: str, dtype: str) -> None:
+def test_wire_formats_stream_exactly(wire: str, dtype: str, how: dict[str, Any]) -> None:
     """Whatever weights are stored and moved in, streamed equals resident, and what is saved is what was trained."""
     resident, other = load(dtype=dtype, wire=wire), load(dtype=dtype, wire=wire, placement="stream")
     batches = [batch(seed=1), batch(seed=2, length=6)]
-    assert train(resident, 3, batches, directions=2) == train(other, 3, batches, directions=2)
+    assert train(resident, 3, batches, **how) == train(other, 3, batches, **how)
     assert equal(weights(resident), weights(other))
     assert torch.equal(resident.nll(batches[0])[0], other.nll(batches[0])[0])
 

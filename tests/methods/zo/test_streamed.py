@@ -58,27 +58,34 @@ def test_a_unit_crosses_once_a_step() -> None:
     check_one_visit(model, opt, batches)
 
 
+LOW = {"rank": 2, "refresh": 2}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["opt", "llama", "mixtral"])
+@pytest.mark.parametrize(
+    "name, how",
+    [(name, {}) for name in ("opt", "llama", "mixtral")]
+    + [(name, LOW) for name in ("opt", "llama", "qwen3", "gemma3")],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_the_gpu_streamed_equals_resident_under_random_delays(
-    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    name: str, how: dict[str, int], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """50 random schedules with delayed streams and poisoned slots give the resident run's bits."""
+    """Random schedules with delayed streams and poisoned slots give the resident run's bits."""
     monkeypatch.setattr(fit, "TABLES_BYTES", 0)  # the tables are streamed too
     small = {"device": "cuda", "dtype": dtype}
     resident = load(name, **small)
-    expected = train(resident, 4)
-    for schedule in range(50):
+    expected = train(resident, 7, lr=1e-2 if how else 1e-3, **how)
+    for schedule in range(10 if how else 50):
         model = load(name, **small, placement="stream", chaos=random.Random(schedule))
-        assert train(model, 4) == expected, schedule
+        assert train(model, 7, lr=1e-2 if how else 1e-3, **how) == expected, schedule
         assert equal(weights(resident), weights(model)), schedule
         model.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "gemma2", "mixtral", "falcon_alibi"])
-@pytest.mark.parametrize("how", [{}, {"rank": 2, "refresh": 2}], ids=["dense", "low rank"])
+@pytest.mark.parametrize("how", [{}, LOW], ids=["dense", "low rank"])
 def test_graphs_change_no_number(name: str, how: dict[str, int]) -> None:
     """Blocks launched as CUDA graphs give the bits of blocks launched kernel by kernel, resident and streamed. With
     factors each has a graph of its own."""

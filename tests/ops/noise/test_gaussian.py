@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from keyhole.ops.backend import jit, tl
-from keyhole.ops.noise.gaussian import (
-    gaussian_pair,
-    gaussian_pair_reference,
-)
+from keyhole.ops.noise.gaussian import gaussian_pair, gaussian_pair_reference
 
 EDGES = [0, 1, 511, 512, 1023, 0x3FFFFF, 0x400000, 0x7FFFFFFF, 0x80000000, 0xFFFFFDFF, 0xFFFFFFFF]
 

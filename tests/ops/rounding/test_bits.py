@@ -3,13 +3,7 @@
 import torch
 
 from keyhole.ops.noise.words import MASK_32, philox_reference
-from keyhole.ops.rounding.bits import (
-    STREAM,
-    STREAM_2D,
-    bits2d_reference,
-    bits_at_reference,
-    chunk_bits_reference,
-)
+from keyhole.ops.rounding.bits import STREAM, STREAM_2D, bits2d_reference, bits_at_reference, chunk_bits_reference
 
 SEED, STEP, OFFSET = 0xDEADBEEFCAFEBABE, 4_000_000_000, (1 << 33) + 12_347
 
