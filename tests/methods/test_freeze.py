@@ -47,9 +47,11 @@ def names(described: str | list[str], family: str = "llama", **changed: Any) -> 
 def test_what_is_frozen_stays_and_the_rest_is_trained(case: str) -> None:
     model = keyhole.load(config("qwen2"), init="random", device="cpu")
     before = {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
-    after = trained(case, "resident", ["embeddings", "*.mlp.*", "model.layers.0"])
+    after = trained(case, "resident", ["embeddings", "*.mlp.*", "model.layers.0", "*.k_proj.bias"])
     same = {name for name, tensor in after.items() if name in before and torch.equal(tensor, before[name])}
-    assert same == {n for n in before if "embed" in n or "lm_head" in n or ".mlp." in n or "layers.0." in n}
+    assert same == {
+        n for n in before if any(part in n for part in ("embed", "lm_head", ".mlp.", "layers.0.", "k_proj.bias"))
+    }
     assert set(before) - same
 
 

@@ -90,11 +90,11 @@ def differentiated_by_autograd(method: Any) -> Callable[[list], torch.Tensor]:
     return walked_step
 
 
-@torch.no_grad()
-def textbook_zo(method: ZO) -> Callable[[list], torch.Tensor]:
+def textbook_zo(method: ZO, loss: Callable = plain_candidates_loss) -> Callable[[list], torch.Tensor]:
     """MeZO's ten lines, with the same noise."""
     model, q, step_count = method.model, method.settings.count, 0
 
+    @torch.no_grad()
     def step(batches: list) -> torch.Tensor:
         nonlocal step_count
         tensors = model.layout.tensors
@@ -105,7 +105,7 @@ def textbook_zo(method: ZO) -> Callable[[list], torch.Tensor]:
             for sign in (1, -1):
                 for t, w, noise in zip(tensors, clean, z, strict=True):
                     t.param.data.copy_(w + sign * method.directions.eps * noise)
-                losses.append(plain_candidates_loss(model.module, batches).detach())
+                losses.append(loss(model.module, batches))
             g = (losses[-2] - losses[-1]) / (2 * method.directions.eps)
             change = [c + g / q * noise for c, noise in zip(change, z, strict=True)]
         for t, w, c in zip(tensors, clean, change, strict=True):

@@ -22,6 +22,9 @@ from tests.training.runs import Make, metrics, same, weights
 ZO = {"method": "zo", "learning_rate": 1e-3, "batch_size": 2, "gradient_accumulation_steps": 4, "save_steps": 2}
 
 
+LOW_RANK = {"max_steps": 4, "learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=2)}
+
+
 def records(config: TrainConfig) -> list[Any]:
     return read(Path(config.output_dir) / "run" / "journal").records
 
@@ -52,9 +55,11 @@ def test_two_ranks_are_one_and_resume_on_any_number(make: Make, tiny_data: Path,
     assert_same_run(some, alone)
 
 
-def test_a_short_last_step_leaves_a_rank_without_work(make: Make, tmp_path: Path) -> None:
-    """24 rows in steps of 20: the second step has one micro-batch for two ranks."""
-    settings = ZO | {"batch_size": 5, "max_steps": 2, "placement": "stream", "dtype": "bfloat16"}
+@pytest.mark.parametrize("more", [{}, pytest.param(LOW_RANK, marks=pytest.mark.slow)], ids=["dense", "low rank"])
+def test_a_short_last_step_leaves_a_rank_without_work(more: dict[str, Any], make: Make, tmp_path: Path) -> None:
+    """24 rows in steps of 20: the second step has one micro-batch for two ranks. They share one copy of the streamed
+    blocks; factors are folded into it at the end of each period, by all together, the rank without rows too."""
+    settings = ZO | {"batch_size": 5, "max_steps": 2, "placement": "stream", "dtype": "bfloat16"} | more
     alone, two = (make(name, **settings) for name in ("alone", "two"))
     assert train_alone(alone) == 0
     run(2, two, tmp_path)
@@ -62,19 +67,7 @@ def test_a_short_last_step_leaves_a_rank_without_work(make: Make, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_low_rank_on_ranks_is_that_of_one(make: Make, tmp_path: Path) -> None:
-    """Ranks share one copy of the streamed blocks, which is folded into at the end of each period, by all together; a
-    rank without rows takes part."""
-    settings = ZO | {"batch_size": 5, "max_steps": 4, "placement": "stream", "dtype": "bfloat16", "learning_rate": 1e-2}
-    settings |= {"zo": ZOConfig(rank=2, refresh=2)}
-    alone, two = (make(name, **settings) for name in ("alone", "two"))
-    assert train_alone(alone) == 0
-    run(2, two, tmp_path)
-    assert_same_run(two, alone)
-
-
-@pytest.mark.slow
-@in_every_run(lambda fold: not fold)  # kept V of all periods; test_low_rank_on_ranks_is_that_of_one folds
+@in_every_run(lambda fold: not fold)  # kept V of all periods; LOW_RANK folds
 @pytest.mark.parametrize("fold", [True, False], ids=["merged", "kept"])
 def test_guided_directions_on_ranks_are_those_of_one(fold: bool, make: Make, tmp_path: Path) -> None:
     """Every rank finds V from all rows. The third step begins a period; its checkpoint is lost, so ranks resume by its

@@ -27,8 +27,8 @@ CANDIDATES = {"question": torch.tensor([0, 0, 1, 1]), "answer": torch.tensor([1,
 Loss = Callable[[float, torch.Tensor], torch.Tensor]
 
 
-def step_batch(t: int, candidates: bool = False) -> dict[str, torch.Tensor]:
-    made = dict(batch(seed=t, rows=4))
+def step_batch(t: int, candidates: bool = False, length: int = 10) -> dict[str, torch.Tensor]:
+    made = dict(batch(seed=t, rows=4, length=length))
     return made | CANDIDATES if candidates else made
 
 
@@ -45,44 +45,54 @@ RULES = {"mezo": mezo, "fzoo": fzoo}
 
 
 @torch.no_grad()
-def plain_loop(model: keyhole.Model, rule: Callable, steps: int, distribution: str, candidates: bool) -> None:
-    """All weights moved, the model called, the weights put back, the update: three directions."""
-    numel = model.layout.numel
-    for t in range(steps):
-        whole = step_batch(t, candidates)
-        count = to_device(whole, model.device).loss.count
+def plain_loop(
+    model: keyhole.Model, rule: Callable, steps: list[list], directions: int, decay: float, distribution: str
+) -> None:
+    """All weights moved, the model called, the weights put back, the update."""
+    for t, batches in enumerate(steps):
+        sent = [to_device(one, model.device) for one in batches]
         clean = {p.name: p.param.data.clone() for p in model.layout.tensors}
         how = {"offset": 0, "seed": SEED, "step": t, "distribution": distribution}
-        z = [ops.draw_noise(numel, direction=i, **how) for i in range(3)]
+        z = [ops.draw_noise(model.layout.numel, direction=i, **how) for i in range(directions)]
 
-        def loss(eps: float, z_i: torch.Tensor, clean: dict = clean, whole: dict = whole, count: int = count) -> Any:
+        def loss(eps: float, z_i: torch.Tensor, clean: dict = clean, sent: list = sent) -> torch.Tensor:
             for p in model.layout.tensors:
                 p.param.data.copy_(clean[p.name] + eps * z_i[p.start : p.stop].view(p.shape))
-            b = to_device(whole, model.device)
-            running = RunningNLL(b.target_N)
-            running.add(model.head.logits(model.hidden(b)), 0)
-            return b.loss.total(running.nll_N()) / count
+            sums = []
+            for b in sent:
+                running = RunningNLL(b.target_N)
+                running.add(model.head.logits(model.hidden(b)), 0)
+                sums.append(b.loss.total(running.nll_N()))
+            return torch.stack(sums).sum() / sum(b.loss.count for b in sent)
 
         c, lr = rule(loss, z), torch.tensor(1e-3 * (1 - t / 40))
         for p in model.layout.tensors:
-            u = sum((c[i] * z[i][p.start : p.stop] for i in (1, 2)), c[0] * z[0][p.start : p.stop]).view(p.shape)
-            p.param.data.copy_(clean[p.name] - lr * (u + DECAY * clean[p.name]))
+            parts = [c_i * z_i[p.start : p.stop] for c_i, z_i in zip(c, z, strict=True)]
+            u = sum(parts[1:], parts[0]).view(p.shape)
+            p.param.data.copy_(clean[p.name] - lr * (u + decay * clean[p.name]))
 
 
 def options(estimator: str, **more: Any) -> dict[str, Any]:
-    return {"estimator": estimator, "directions": 3, "weight_decay": DECAY, "weight_decay_on": "all", **more}
+    return {"estimator": estimator, "directions": 3, "weight_decay": DECAY, "weight_decay_on": "all"} | more
 
 
-@pytest.mark.parametrize("candidates", [False, True])
-@pytest.mark.parametrize("estimator", RULES)
-def test_equals_the_plain_loop(estimator: str, candidates: bool) -> None:
-    """Four steps in fp32 give its weights to the bit, with three directions, decay, a schedule and either loss."""
-    book, ours = load(), load()
-    plain_loop(book, RULES[estimator], 4, DEFAULTS[estimator].distribution, candidates)
-    opt = keyhole.ZO(ours, eps=EPS, seed=SEED, **options(estimator))
-    for t in range(4):
+@pytest.mark.parametrize(
+    "estimator, name, directions, decay, micro, candidates",
+    [(estimator, "llama", 3, DECAY, 1, candidates) for estimator in RULES for candidates in (False, True)]
+    + [("mezo", "llama", 1, 0.0, 1, False), ("mezo", "llama", 2, 0.1, 2, False), ("mezo", "opt", 3, 0.1, 1, False)],
+)
+def test_equals_the_plain_loop(
+    estimator: str, name: str, directions: int, decay: float, micro: int, candidates: bool
+) -> None:
+    """Four steps in fp32 give its weights to the bit, with directions, decay, a schedule, accumulation, either loss."""
+    book, ours = load(name), load(name)
+    steps = [[step_batch(micro * t + k, candidates, 10 + k) for k in range(micro)] for t in range(4)]
+    plain_loop(book, RULES[estimator], steps, directions, decay, DEFAULTS[estimator].distribution)
+    how = options(estimator, directions=directions, weight_decay=decay)
+    opt = keyhole.ZO(ours, eps=EPS, seed=SEED, **how)
+    for t, batches in enumerate(steps):
         opt.lr = 1e-3 * (1 - t / 40)
-        opt.step(step_batch(t, candidates))
+        opt.step(batches)
     opt.flush()
     assert equal(weights(book), weights(ours))
 
