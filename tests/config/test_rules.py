@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from keyhole import assets
-from keyhole.config import OffloadConfig, TrainConfig, resolve
+from keyhole.config import OffloadConfig, TrainConfig, resolve, to_yaml
 from keyhole.config.fields import sections
+from keyhole.config.loader import parse_config
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.baselines.traits import SGDConfig
@@ -108,6 +109,7 @@ def test_every_method_has_a_sane_default_rate_and_a_section(method: str) -> None
     low, high = METHODS[method].sane_rates
     assert config.learning_rate == METHODS[method].learning_rate and low <= config.learning_rate <= high
     assert not warnings and METHODS[method].section in sections()
+    assert parse_config(to_yaml(config)) == (config, []), "what a run stores runs again, and means the same"
 
 
 def test_demo_stands_for_the_embedded_files() -> None:

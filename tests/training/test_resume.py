@@ -35,8 +35,11 @@ def test_safe_changes_are_applied_and_said() -> None:
 
 def test_unsafe_changes_are_refused_all_at_once() -> None:
     changed = replace(CONFIG, seed=1, train_on="all", zo=ZOConfig(eps=0.1), max_steps=20)
-    with pytest.raises(UserError, match="  method: the run has zo, the config now says adamw"):
-        apply_changes(state(), replace(CONFIG, method="adamw"))
+    for key, value in (("method", "adamw"), ("model", "gone")):
+        with pytest.raises(
+            UserError, match=f"  {key}: the run has {getattr(CONFIG, key)}, the config now says {value}"
+        ):
+            apply_changes(state(), replace(CONFIG, **{key: value}))
     with pytest.raises(UserError) as error:
         apply_changes(state(), changed)
     message = str(error.value)
