@@ -20,8 +20,6 @@ from tests.ranks.launch import Launch, train, written
 from tests.training.runs import Make, metrics, same, weights
 
 ZO = {"method": "zo", "learning_rate": 1e-3, "batch_size": 2, "gradient_accumulation_steps": 4, "save_steps": 2}
-
-
 LOW_RANK = {"max_steps": 4, "learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=2)}
 
 

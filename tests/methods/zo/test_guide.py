@@ -1,6 +1,7 @@
 """Directions that follow the error: V by the book, streamed as resident, resumed, planned, and what is refused."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,28 +69,35 @@ def test_a_rank_above_the_components_of_the_error_has_random_columns_too() -> No
         assert not torch.equal(before_rI[0], now_rI[0]) and torch.equal(before_rI[1], now_rI[1]), matrix.tensor.name
 
 
-def plain_directions(model: keyhole.Model, one: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """V of every linear layer of the blocks by the book: hooks for the inputs, autograd for the error at the head."""
-    module, inputs, hidden = model.module, {}, []
-    layers = {n: m for n, m in module.named_modules() if isinstance(m, torch.nn.Linear) and ".layers." in n}
-    handles = [m.register_forward_hook(lambda _, args, __, n=n: inputs.update({n: args[0]})) for n, m in layers.items()]
+def inputs_and_error(
+    module: torch.nn.Module, loss: Callable[[], torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """By the book: hooks for the inputs of every layer, by the names of their weights; autograd for the error at the
+    head."""
+    inputs, hidden = {}, []
 
     def keep(_: Any, args: tuple) -> None:
         args[0].retain_grad()
         hidden.append(args[0])
 
-    handles.append(module.lm_head.register_forward_pre_hook(keep))
+    for name, layer in module.named_modules():
+        layer.register_forward_pre_hook(
+            lambda _, args, n=name: inputs.update({f"{n}.weight": args[0].detach()} if args else {})
+        )
+    module.get_output_embeddings().register_forward_pre_hook(keep)
     with torch.enable_grad():
-        (plain_candidates_loss(module, [one]) * len(one["question"].unique())).backward()
-    for handle in handles:
-        handle.remove()
-    where = (one["labels"][::2, 1:] != -100).nonzero(
-        as_tuple=True
-    )  # both candidates of a question are behind one prompt
-    grad_BTH = hidden[0].grad
-    d_NH = (grad_BTH[::2] + grad_BTH[1::2])[where]
-    _, _, rows = torch.linalg.svd(d_NH, full_matrices=False)
-    return {n: solved(x[::2][where].detach(), d_NH @ rows[0]) for n, x in inputs.items()}
+        loss().backward()
+    return inputs, hidden[0].grad
+
+
+def assert_directions(zo: keyhole.ZO, inputs: dict[str, torch.Tensor], d_NH: torch.Tensor) -> None:
+    """V of every layer is that of these inputs [N, I], up to the sign."""
+    y_N = d_NH @ torch.linalg.svd(d_NH, full_matrices=False)[2][0]
+    for matrix in zo.factors.parts.matrices:
+        (found_I,) = zo.factors.rows(zo.factors.v, matrix.v)
+        expected_I = solved(inputs[matrix.tensor.name], y_N)
+        expected_I = expected_I * torch.sign(expected_I @ found_I)
+        assert float((found_I - expected_I).norm() / expected_I.norm()) < 1e-3, matrix.tensor.name
 
 
 def with_two_answers(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -114,13 +122,12 @@ def test_directions_are_those_of_the_plain_model(pieces: int, kept: float, monke
     half = {name: x[:24] for name, x in one.items()}, {name: x[24:] for name, x in one.items()}
     half[1]["question"] = half[0]["question"].clone()
     zo.guide.renew([one] if pieces == 1 else list(half))
-    expected = plain_directions(keyhole.load(config("llama"), init="random", seed=3, device="cpu"), one)
-    assert len(expected) == len(zo.factors.parts.matrices)
-    for matrix in zo.factors.parts.matrices:
-        (found_I,) = zo.factors.rows(zo.factors.v, matrix.v)
-        expected_I = expected[matrix.tensor.name.removesuffix(".weight")]
-        expected_I = expected_I * torch.sign(expected_I @ found_I)
-        assert float((found_I - expected_I).norm() / expected_I.norm()) < 1e-3, matrix.tensor.name
+    module = keyhole.load(config("llama"), init="random", seed=3, device="cpu").module
+    inputs, grad_BTH = inputs_and_error(module, lambda: plain_candidates_loss(module, [one]) * 24)
+    where = (one["labels"][::2, 1:] != -100).nonzero(as_tuple=True)  # both candidates are behind one prompt
+    layers = {n: x[::2][where] for n, x in inputs.items() if n.endswith("_proj.weight")}
+    assert layers.keys() == {matrix.tensor.name for matrix in zo.factors.parts.matrices}
+    assert_directions(zo, layers, (grad_BTH[::2] + grad_BTH[1::2])[where])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "falcon", "bloom", "gemma2", "cohere"])
@@ -132,27 +139,16 @@ def test_directions_of_other_families(family: str, monkeypatch: pytest.MonkeyPat
     one = batch(seed=10)
     zo, plain = keyhole.ZO(load(family), 1e-3, **GUIDED), load(family).module
     zo.guide.renew([one])
-    inputs, hidden = {}, []
-    for name, module in plain.named_modules():
-        module.register_forward_pre_hook(
-            lambda _, args, n=name: inputs.update({f"{n}.weight": args[0]} if args else {})
-        )
 
-    def keep(_: Any, args: tuple) -> None:
-        args[0].retain_grad()
-        hidden.append(args[0])
+    def loss() -> torch.Tensor:
+        logits_BTV = plain(input_ids=one["input_ids"], use_cache=False).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), one["labels"][:, 1:].flatten())
 
-    plain.get_output_embeddings().register_forward_pre_hook(keep)
-    logits_BTV = plain(input_ids=one["input_ids"], use_cache=False).logits[:, :-1]
-    torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), one["labels"][:, 1:].flatten()).backward()
+    inputs, grad_BTH = inputs_and_error(plain, loss)
     where = torch.nn.functional.pad(one["labels"][:, 1:] != -100, (0, 1))
-    d_NH = hidden[0].grad[where]
-    y_N = d_NH @ torch.linalg.svd(d_NH, full_matrices=False)[2][0]
-    for matrix in zo.factors.parts.matrices:
-        (found_I,) = zo.factors.rows(zo.factors.v, matrix.v)
-        x_NI = inputs[matrix.tensor.name].detach().reshape(where.numel(), -1)[where.flatten()]
-        expected_I = solved(x_NI, y_N) * torch.sign(solved(x_NI, y_N) @ found_I)
-        assert float((found_I - expected_I).norm() / expected_I.norm()) < 1e-3, matrix.tensor.name
+    names = [matrix.tensor.name for matrix in zo.factors.parts.matrices]
+    layers = {name: inputs[name].reshape(where.numel(), -1)[where.flatten()] for name in names}
+    assert_directions(zo, layers, grad_BTH[where])
 
 
 def run(how: dict[str, Any], steps: int = 5, **options: Any) -> tuple[list[float], list[torch.Tensor], Any]:
