@@ -5,11 +5,12 @@ program has
 
     its own process and session, killed as a group at the end in any case
     an empty temporary directory, which is its working directory and the only place where it may write
-    no environment, no input, no output, no network, no further processes (see jail.py)
+    no environment, no input, no output, no network, no further processes (see confined.py)
     limits on wall time (by the parent), CPU time, memory, size and number of files and directories
 
 A program passes if it runs to its end without an error. The parent recognises the end by a random word that the child
-writes last (jail.py says how far this can be trusted). Then the directory is deleted; what cannot be deleted is left.
+writes last (confined.py says how far this can be trusted). Then the directory is deleted; what cannot be deleted is
+left.
 """
 
 import json
@@ -24,10 +25,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from keyhole.eval.jail import FAILED
+from keyhole.eval.confined import FAILED
 
 SECONDS, MEMORY_BYTES = 10.0, 2**30
-JAIL = Path(__file__).with_name("jail.py")
+CONFINED = Path(__file__).with_name("confined.py")
 MOST_VERDICT = 4096
 UNCAUGHT = 1  # Python's exit status after an exception that nobody caught, which also ends by `exit`
 
@@ -46,7 +47,7 @@ def run_program(source: str, *, seconds: float = SECONDS, memory_bytes: int = ME
     job = {"source": source, "seconds": seconds, "memory_bytes": memory_bytes, "done": done}
     with tempfile.TemporaryFile() as verdict:  # unlike a pipe, the limit on the size of files bounds it
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL)],
+            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CONFINED)],
             cwd=directory,
             env={"TMPDIR": directory},
             stdin=subprocess.PIPE,

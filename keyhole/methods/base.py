@@ -145,7 +145,7 @@ class Method:
         if self._torch_optimizer is not None:
             self._torch_optimizer.sync()
         methods = self.model.methods
-        if self.model.device_weights.lens is not None:
+        if self.model.device_weights.replacement is not None:
             raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
         self.model.check_idle()
         with without_autocast(), with_gradients():

@@ -155,7 +155,7 @@ class AttachedMethods:
     @property
     def _is_busy(self) -> bool:
         """Within a step or a pass."""
-        return self._steps_now or self.in_pass or self.weights.lens is not None
+        return self._steps_now or self.in_pass or self.weights.replacement is not None
 
     def take_changes(self, new: Attached | None = None, pointed: bool = True) -> None:
         """Called before weights are used: takes up what the caller has changed by hand. UserError for a change that
@@ -246,7 +246,7 @@ class AttachedMethods:
         UserError where they cannot be."""
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint is recomputed, on a GPU in autograd's thread
             self.check_turn()
-        if self.weights.lens is not None:
+        if self.weights.replacement is not None:
             raise UserError(
                 f"closure: the module's own {what} does not see the perturbed weights, and its number would say "
                 "nothing of them; compute it from model.nll(batch), model.logits(batch) or model.generate(ids)"

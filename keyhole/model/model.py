@@ -235,7 +235,7 @@ class Model:
         self.engine.expect(among, [unit.index for unit in units])
 
     def table_rows(self, ids_M: torch.Tensor) -> torch.Tensor:
-        """[M, H] rows of the input embedding, through the lens if one is set."""
+        """[M, H] rows of the input embedding, or their replacement."""
         return self.device_weights.table_rows(ids_M, self.pinned)
 
     @without_autocast()

@@ -96,7 +96,7 @@ def test_a_snapshot_is_the_save_bit_for_bit(
 
 @pytest.mark.parametrize("method", ["zo", "lomo"])
 def test_a_snapshot_of_experts_that_nobody_met(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts as units, of which two tokens meet a few: those that are owed updates come home for the snapshot."""
+    """Experts as units, of which two tokens meet a few: those that still lack updates come home for the snapshot."""
     monkeypatch.setattr(find, "STACK_NUMEL", 0)
     monkeypatch.setattr(units_fit, "UNIT_BYTES", 4)
     keyhole.load(config("gpt_oss", num_local_experts=8), init="random", device="cpu").save_pretrained(

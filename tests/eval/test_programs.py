@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.eval.programs import JAIL, run_program
+from keyhole.eval.programs import CONFINED, run_program
 
 MEMORY = 2**29
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
@@ -180,8 +180,8 @@ def test_the_kernel_refuses_by_itself(attempt: str, error: str, tmp_path: Path) 
     (tmp_path / "cell").mkdir()
     source = (
         "import fcntl, os, resource, signal, socket, sys, threading\n"
-        f"sys.path.insert(0, {str(JAIL.parent)!r})\nimport jail\n"
-        f"jail.confine(os.getcwd(), 20, {MEMORY})\ntry:\n    {attempt.format(path=str(path))}\n"
+        f"sys.path.insert(0, {str(CONFINED.parent)!r})\nimport confined\n"
+        f"confined.confine(os.getcwd(), 20, {MEMORY})\ntry:\n    {attempt.format(path=str(path))}\n"
         "except Exception as error:\n    print(type(error).__name__)\n"
     )
     done = subprocess.run(

@@ -122,7 +122,7 @@ class LSP(GradientMethod):
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Applies all owed updates: the weights at home are those after the last step."""
+        """Applies all deferred updates: the weights at home are those after the last step."""
         self.updates.check()
         self.updates.apply_owed(lambda unit: True)
         if self.updates.host is not None:
@@ -132,7 +132,7 @@ class LSP(GradientMethod):
 
     @property
     def deferred(self) -> Callable[[], None]:
-        """Works while the method exists and is open: owed updates are lost with it."""
+        """Works while the method exists and is open: deferred updates are lost with it."""
         return weakly(self._flush_if_open)
 
     def _flush_if_open(self) -> None:

@@ -10,7 +10,7 @@ Depending on where the moments of the unit are,
 Each unit has its moments in one of the two places (memory.py chooses); nothing else differs, so every mixture of places
 computes the same mathematics, and a state saved from one can be loaded into another.
 
-Clipping needs the global norm, which is known at the end of the backward pass; every unit is then *owed* its update
+Clipping needs the global norm, which is known at the end of the backward pass; every unit then *lacks* its update
 until its next use. Nothing is stale either way.
 
 If a gradient is not finite, its unit stays unchanged, on the host its block (`check`: whether the run can go on); with
@@ -47,7 +47,7 @@ from keyhole.ops.lsp.blocks import is_one_stage
 
 
 @dataclass
-class OwedUpdate:
+class DeferredUpdate:
     """The update of a unit whose gradients are complete and whose weights are not updated yet."""
 
     targets: list[Target]
@@ -70,7 +70,7 @@ class SubspaceUpdates(GradientSink):
         rule = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps}
         self.numbers = None if recorded is None else StepNumbers(model.device)
         self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, at fixed addresses for CUDA graphs
-        self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, for what is owed
+        self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, for what lacks it
         self.units, lengths = units, assign_places(units)
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
         host_units = {unit: members for unit, members in units.items() if unit not in on_device}
@@ -88,8 +88,8 @@ class SubspaceUpdates(GradientSink):
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
         self.unchecked: list[LSPStep] = []  # of which it is not known yet whether they were applied to all units
         self.broken = False  # a backward pass ended with an error after units had received gradients
-        self.owed: dict[int, OwedUpdate] = {}
-        self.complete: dict[int, tuple[OwedUpdate, torch.Tensor]] = {}  # gradients for the host that are not sent yet
+        self.deferred: dict[int, DeferredUpdate] = {}
+        self.complete: dict[int, tuple[DeferredUpdate, torch.Tensor]] = {}  # for the host, not sent yet
         self.norm: torch.Tensor | None = None
 
     def place_of(self, unit: int) -> DeviceAdam | HostAdam:
@@ -130,12 +130,12 @@ class SubspaceUpdates(GradientSink):
 
     @torch.no_grad()
     def finished(self, unit: Unit) -> bool:
-        """The unit's gradients are complete: updates its weights now, or makes the update owed."""
+        """The unit's gradients are complete: updates its weights now, or defers the update."""
         step, page = self.current, unit.index
         targets, weights = self._complete(unit)
         if not targets:
             return False
-        grad, update = self.buffer(page), OwedUpdate(targets, step)
+        grad, update = self.buffer(page), DeferredUpdate(targets, step)
         if self.ranks.several:
             grad.copy_(self.ranks.sum(grad))
         if self.place_of(page) is self.host:
@@ -159,7 +159,7 @@ class SubspaceUpdates(GradientSink):
         self._maybe_recorded(page, update, [grad, *weights, measured], measure)
         step.norms |= zip((target.tensor.start for target in targets), norms, strict=True)
         if self.clips:
-            self.owed[page] = update
+            self.deferred[page] = update
         else:
             step.skips.append(skip)
             self.gradients.done(page)
@@ -180,7 +180,7 @@ class SubspaceUpdates(GradientSink):
         return targets, [received.pop(target.name)[1] for target in targets]
 
     def _maybe_recorded(
-        self, page: int, update: OwedUpdate, at: list[torch.Tensor], run: Callable[[], None], kind: str = "finished"
+        self, page: int, update: DeferredUpdate, at: list[torch.Tensor], run: Callable[[], None], kind: str = "finished"
     ) -> None:
         """run(), captured as a CUDA graph if possible; `at`: tensors that it reads and writes."""
         if self.recorded is None or self._numbers_of(update) is None:
@@ -190,7 +190,7 @@ class SubspaceUpdates(GradientSink):
         key = (kind, page, targets, tuple(tensor.data_ptr() for tensor in at))
         self.recorded.update(key, run)
 
-    def _collect(self, page: int, update: OwedUpdate, grad: torch.Tensor) -> None:
+    def _collect(self, page: int, update: DeferredUpdate, grad: torch.Tensor) -> None:
         """Gradients for the host are sent when those of a whole block are complete (host.py), or when the next block
         begins. Steps that have returned are applied with every unit: there are few slots for them."""
         groups = self.at_host.groups
@@ -201,7 +201,7 @@ class SubspaceUpdates(GradientSink):
             self._send_complete()
         if not self.clips:
             self._apply_arrived()
-            for other in [p for p in self.owed if p not in self.model.engine.streamed and self.at_host.idle]:
+            for other in [p for p in self.deferred if p not in self.model.engine.streamed and self.at_host.idle]:
                 self.at_host.fetch(other)
 
     def _send_complete(self) -> None:
@@ -218,16 +218,16 @@ class SubspaceUpdates(GradientSink):
         self.at_host.down.send_all([(norm, step.host_norms[first]), *grads])
         self.gradients.done(*complete, stream=self.at_host.down.stream)
         self.model.engine.bytes_down += 4 * sum(self.at_host.lengths[page] for page in complete)
-        self.owed |= {page: update for page, (update, _) in complete.items()}
+        self.deferred |= {page: update for page, (update, _) in complete.items()}
         if not self.clips:
             self._submit(list(complete), step.host_norms[first])
 
     def _submit(self, pages: list[int], norm: torch.Tensor) -> None:
         """Queues the update of pages of one group."""
-        step = self.owed[pages[0]].step
+        step = self.deferred[pages[0]].step
         step.submitted += 1
         deciding = DecidingNorm(norm, self.own.max_grad_norm, step.outcomes)
-        self.at_host.submit({page: self.owed[page].targets for page in pages}, deciding)
+        self.at_host.submit({page: self.deferred[page].targets for page in pages}, deciding)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -249,7 +249,7 @@ class SubspaceUpdates(GradientSink):
         skip.copy_(~torch.isfinite(self.norm))
         if self.host is not None:
             self.host.down.send(self.norm, step.host_norms[-1])
-            sent = [page for page in self.owed if self.place_of(page) is self.host]
+            sent = [page for page in self.deferred if self.place_of(page) is self.host]
             for _, pages in groupby(sent, self.host.groups.__getitem__):
                 self._submit(list(pages), step.host_norms[-1])
 
@@ -258,12 +258,12 @@ class SubspaceUpdates(GradientSink):
     def _apply_arrived(self) -> None:
         """Applies steps that have returned to resident units, during a backward pass."""
         engine = self.model.engine
-        for page in [p for p in self.at_host.coming if p in self.owed and p not in engine.streamed]:
+        for page in [p for p in self.at_host.coming if p in self.deferred and p not in engine.streamed]:
             engine.acquire(page)
 
     def arrived(self, page: int, w: torch.Tensor) -> bool:
-        """Called by the engine with a page that is about to be used: applies its owed update."""
-        update = self.owed.pop(page, None)
+        """Called by the engine with a page that is about to be used: applies its deferred update."""
+        update = self.deferred.pop(page, None)
         if update is None:
             return False
         unit, on_device = self.model.layout.units[page], self.place_of(page) is self.device
@@ -286,14 +286,14 @@ class SubspaceUpdates(GradientSink):
 
     def _fetch_next(self) -> None:
         """Uploads the steps that the forward pass needs next, if the host has them: the last ones of the reverse."""
-        for page in reversed(self.owed):
+        for page in reversed(self.deferred):
             if self.place_of(page) is self.host and not self.at_host.fetch(page):
                 return
 
     def _decay_of(self, target: Target) -> float:
         return self.decay.of(target.tensor.param)
 
-    def _numbers_of(self, update: OwedUpdate) -> StepNumbers | None:
+    def _numbers_of(self, update: DeferredUpdate) -> StepNumbers | None:
         """The numbers on the device, if they are of the update's step, and complete (the decay of a plain tensor is not
         among them), and kernels read them (those of free projectors do not)."""
         plain = (target for target in update.targets if target.p is None)
@@ -302,7 +302,7 @@ class SubspaceUpdates(GradientSink):
         return self.numbers if fits else None
 
     def _apply(
-        self, update: OwedUpdate, deltas: torch.Tensor, weights: list[torch.Tensor], numbers: StepNumbers | None
+        self, update: DeferredUpdate, deltas: torch.Tensor, weights: list[torch.Tensor], numbers: StepNumbers | None
     ) -> None:
         lr, number = update.step.lr, update.step.number if numbers is None else numbers.step
         how = {"rounding": self.own.rounding, "seed": self.own.seed, "step": number}
@@ -314,11 +314,11 @@ class SubspaceUpdates(GradientSink):
             target.apply(w, target.view_in(deltas), rates, how)
 
     def apply_owed(self, wanted: Callable[[Unit], bool]) -> None:
-        """Applies the owed updates of units that are `wanted`."""
+        """Applies the deferred updates of units that are `wanted`."""
         units, engine = self.model.layout.units, self.model.engine
-        pages = [page for page in sorted(self.owed) if wanted(units[page])]
+        pages = [page for page in sorted(self.deferred) if wanted(units[page])]
         if pages:
-            with engine.sweep("owed", pages):
+            with engine.sweep("deferred", pages):
                 for page in pages:
                     engine.acquire(page)
                     engine.release(page)

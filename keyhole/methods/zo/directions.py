@@ -160,9 +160,9 @@ class Dense:
     @contextmanager
     def at_look(self, number: int, pair: Pair, side: int) -> Iterator["AtLook"]:
         """A context in which the model is seen at one look. number: of the pair; side: of the look within the pair."""
-        lens = AtLook(self, number, pair, side)
-        with self.model.device_weights.seen_through(lens):
-            yield lens
+        replacement = AtLook(self, number, pair, side)
+        with self.model.device_weights.replaced_by(replacement):
+            yield replacement
 
     def weights_at(self, unit: Unit, stored: torch.Tensor, number: int, pair: Pair) -> Sequence[torch.Tensor]:
         """The unit's weights at both looks of a pair, in memory that the next unit reuses (the spine has its own)."""
@@ -187,7 +187,7 @@ class Dense:
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update."""
-        return bool(self.update.owed(unit))
+        return bool(self.update.deferred(unit))
 
     def replay(self, updates: list[Pending]) -> None:
         """Applies known updates."""
@@ -222,7 +222,7 @@ class Dense:
 
 
 class AtLook:
-    """The weights of a model at one look, as a lens (model/forward/binding.py)."""
+    """The weights of a model at one look, as a replacement (model/forward/binding.py)."""
 
     def __init__(self, directions: Dense, number: int, pair: Pair, side: int) -> None:
         self.directions, self.number, self.pair, self.side = directions, number, pair, side
@@ -241,9 +241,9 @@ def losses_at_looks(closure: Closure, directions: Dense, pairs: list[Pair]) -> t
     losses = []
     for number, pair in enumerate(pairs):
         for side in range(pair.looks):
-            with directions.at_look(number, pair, side) as lens:
+            with directions.at_look(number, pair, side) as replacement:
                 losses.append(_number(closure(), directions.model.device))
-            if not lens.is_used and torch.isfinite(losses[-1]):  # else there is no update
+            if not replacement.is_used and torch.isfinite(losses[-1]):  # else there is no update
                 raise UserError(
                     "closure: it has evaluated nothing at the perturbed weights, and its number says nothing of them; "
                     "compute it from model.nll(batch), model.logits(batch) or model.generate(ids), in every call"

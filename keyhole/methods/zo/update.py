@@ -11,11 +11,11 @@ over the link once more; so it is deferred, and a unit gets it on the first of t
     a flush             when the weights are read
 
 An update is elementwise, and its noise is a function of (seed, step, element): it can be recomputed at any time. So a
-streamed unit need not be written back after every step (write_back.py). A unit that is not written back is *owed*
+streamed unit need not be written back after every step (write_back.py). A unit that is not written back has *deferred*
 updates: when it arrives it gets all of them, oldest first, with the same bits as if it had been written back each time.
 
     waiting          the updates that some home lacks, oldest first (4 (1 + q) bytes each)
-    at_home[unit]    how many of these the home of a unit has; it is owed the others
+    at_home[unit]    how many of these the home of a unit has; it lacks the others
 
 No update is applied twice, even if a step is aborted between units. A replay of a run from its journal does the same:
 all updates on one unit, then all on the next.
@@ -123,27 +123,27 @@ class Update:
         self.write_back.begin()
         strict = [unit for unit in self.own_units if unit.index not in self.write_back.patient]
         shared = self.model.engine.shared and len(self.waiting) >= SHARED_EVERY
-        if shared or any(len(self.owed(unit)) != 1 for unit in strict):
+        if shared or any(len(self.deferred(unit)) != 1 for unit in strict):
             self.flush()
         if self.waiting and not self.counted:
             self.changed.zero_()
 
-    def owed(self, unit: Unit) -> list[Pending]:
+    def deferred(self, unit: Unit) -> list[Pending]:
         """The updates that the unit's home lacks, oldest first."""
         return self.waiting[self.at_home[unit.index] :]
 
     def perturb(
         self, unit: Unit, w: torch.Tensor, copies: Sequence[torch.Tensor], how: ops.ZOStep, arrived: bool
     ) -> None:
-        """Writes two perturbed copies. A unit that has just arrived gets its owed updates, the last in the same pass
+        """Writes two perturbed copies. A unit that has just arrived gets its deferred updates, the last in this pass
         over it, and is written back if it is due. For a packed unit, the packed values are perturbed."""
-        owed = self.owed(unit) if arrived else []
-        at_once = bool(owed) and not self._in_parts(unit, w, owed[-1])
-        for pending in owed[:-1] if at_once else owed:
+        deferred = self.deferred(unit) if arrived else []
+        at_once = bool(deferred) and not self._in_parts(unit, w, deferred[-1])
+        for pending in deferred[:-1] if at_once else deferred:
             self.apply(unit, w, pending)
         flat = self._decoded(unit, w) if self._in_parts(unit, w) else w
-        self._op(unit, flat, how, owed[-1] if at_once else None, copies)
-        if owed and self.write_back.is_due(unit, cast(int, owed[-1].step)):
+        self._op(unit, flat, how, deferred[-1] if at_once else None, copies)
+        if deferred and self.write_back.is_due(unit, cast(int, deferred[-1].step)):
             self._go_home(unit)
 
     def apply(self, unit: Unit, w: torch.Tensor, pending: Pending) -> None:
@@ -198,17 +198,18 @@ class Update:
                 minus.copy_(w[part])
 
     def apply_to_rest(self, everywhere: bool = False) -> None:
-        """At the end of a sweep: applies owed updates to units that no pass has visited, or to all."""
+        """At the end of a sweep: applies deferred updates to units that no pass has visited, or to all."""
         engine = self.model.engine
         for unit in self.own_units:
-            owed = self.owed(unit)
-            if not owed or not (everywhere or self.write_back.is_due(unit, cast(int, owed[-1].step), len(owed))):
+            deferred = self.deferred(unit)
+            due = deferred and self.write_back.is_due(unit, cast(int, deferred[-1].step), len(deferred))
+            if not deferred or not (everywhere or due):
                 continue
             if not self._must_go(unit) or unit.index in self.model.homes.foreign:
                 self.at_home[unit.index] = len(self.waiting)
                 continue
             w = engine.acquire(unit.index)
-            for pending in owed:
+            for pending in deferred:
                 self.apply(unit, w, pending)
             self._go_home(unit)
             engine.release(unit.index)
@@ -231,7 +232,7 @@ class Update:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Applies all owed updates at home; none is waiting afterwards. Of the units that the ranks of one machine
+        """Applies all deferred updates at home; none is waiting afterwards. Of the units that the ranks of one machine
         share, each rank updates its part. `changed` then counts the parts of all ranks of this machine: every unit
         once, however many machines have a copy."""
         if not self.waiting:

@@ -16,8 +16,8 @@ the GPU waits for the link. So by default we measure which share of a step it wa
 
 (A step in which the host was slow, for example because a kernel was compiled, has a small share too; hence CALM.)
 An expert without tokens in a step (model/forward/pieces.py) has no part in the losses, but has one in the update:
-MeZO's update is of all weights. It need not be loaded for that: it is owed the update like any unit that is not written
-back, and gets it when it is next used, or when it is owed UNMET of them.
+MeZO's update is of all weights. It need not be loaded for that: it lacks the update like any unit that is not written
+back, and gets it when it is next used, or when it lacks UNMET of them.
 
 The weights do not depend on this choice: the same updates are applied in the same order. Only blocks wait. Table, head
 and spine are written back every step, because the host reads rows of the table. So is a unit that a checkpoint waits
@@ -63,8 +63,8 @@ class WriteBack:
         return self.engine.watch is not None and self.engine.watch.waits_for(unit.index)
 
     def is_due(self, unit: Unit, step: int, unmet: int | None = None) -> bool:
-        """Whether the unit is written back with the update of this step. unmet: the number of updates that a unit is
-        owed which no pass has visited, and which would have to be loaded for it."""
+        """Whether the unit is written back with the update of this step. unmet: the number of updates that a unit lacks
+        which no pass has visited, and which would have to be loaded for them."""
         if unit.index in self.engine.shared:
             return False
         if unit.index not in self.patient or self.is_awaited(unit):

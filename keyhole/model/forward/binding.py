@@ -15,7 +15,7 @@ Bytes on the device: none in the first case; otherwise dtype x (spine + places x
 cached views of parameters and CUDA graphs hold its address.
 
 Rows of the input embedding are gathered where the table lives: by a kernel that reads device memory or page-locked host
-memory, otherwise by the CPU. A *lens* replaces the weights of evaluation and generation by others that it computes from
+memory, otherwise by the CPU. A *replacement* gives evaluation and generation other weights, computed from
 those at home, unit by unit (methods that evaluate a loss at perturbed weights use one).
 Legend: M tokens looked up, V rows of the table, H width.
 """
@@ -120,7 +120,7 @@ class Binding:
         return views
 
 
-class Lens(Protocol):
+class Replacement(Protocol):
     """Computes other weights (such as perturbed ones) from those at home, for evaluation."""
 
     def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
@@ -131,24 +131,25 @@ class Lens(Protocol):
 
 
 class DeviceWeights:
-    """Weights of units and rows of the table on the device, in the dtype of compute, through the lens if one is set."""
+    """Weights of units and rows of the table on the device, in the dtype of compute, or their replacement."""
 
     def __init__(self, engine: Engine, binding: Binding, formats: Wire) -> None:
         self.engine, self.binding, self.homes, self.layout = engine, binding, binding.homes, binding.layout
         self.formats, self.dtype, self.device = formats, formats.dtype, engine.device
-        self.lens: Lens | None = None  # set within `seen_through`
+        self.replacement: Replacement | None = None  # set within `replaced_by`
         self._scratch: dict[str, torch.Tensor] = {}
 
     @property
     def is_plain(self) -> bool:
         """Whether every unit is on the device in the dtype of compute, so that the module works without a conductor."""
         plain = not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
-        return plain and self.lens is None
+        return plain and self.replacement is None
 
     def acquire(self, unit: Unit, place: int = 0) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute, for reading. Release the unit afterwards."""
         stored = self.engine.acquire(unit.index, changes=False)
-        return self.in_compute_dtype(unit, stored, place) if self.lens is None else self.lens.weights(unit, stored)
+        other = self.replacement
+        return self.in_compute_dtype(unit, stored, place) if other is None else other.weights(unit, stored)
 
     def in_compute_dtype(self, unit: Unit, stored: torch.Tensor, place: int = 0) -> torch.Tensor:
         """`stored` itself, or a copy in scratch memory that the next unit with the same `place` overwrites."""
@@ -176,17 +177,17 @@ class DeviceWeights:
         else:
             self.engine.wait_for_homes([unit.index for unit in self.layout.of_kind("table")])
             rows_MH = table_VH[ids_M.to(table_VH.device)].to(self.device)
-        return rows_MH if self.lens is None else self.lens.rows(rows_MH, ids_M)
+        return rows_MH if self.replacement is None else self.replacement.rows(rows_MH, ids_M)
 
     @contextmanager
-    def seen_through(self, lens: Lens) -> Iterator[None]:
-        """A context in which evaluation and generation use weights that the lens computes from those at home, unit by
+    def replaced_by(self, replacement: Replacement) -> Iterator[None]:
+        """A context in which evaluation and generation use weights that it computes from those at home, unit by
         unit."""
-        if self.lens is not None:
+        if self.replacement is not None:
             raise UserError("closure: the model is seen through another one's weights already; steps do not nest")
-        self.lens = lens
+        self.replacement = replacement
         try:
             yield
         finally:
-            self.lens = None
+            self.replacement = None
             self.binding.bind_homes()

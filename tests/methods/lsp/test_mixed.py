@@ -99,7 +99,7 @@ def test_resident_units_are_updated_while_the_backward_pass_goes_on(monkeypatch:
     method = LSP(model, optimizer_on="cpu", learn=False, **SMALL)
     method.step([batch()])
     units = [unit for unit in model.layout.of_kind("block") if unit.block == model.layout.block_count - 1]
-    assert len(units) > SLOTS and not {unit.index for unit in units} & set(method.updates.owed)
+    assert len(units) > SLOTS and not {unit.index for unit in units} & set(method.updates.deferred)
 
 
 @in_every_run(lambda clip: clip is None)

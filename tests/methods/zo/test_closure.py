@@ -129,7 +129,7 @@ def test_what_cannot_be_a_loss_is_refused(tiny_model: Path) -> None:
     ):
         with pytest.raises(UserError, match=says):
             opt.step(closure)
-    assert model.device_weights.lens is None and all(
+    assert model.device_weights.replacement is None and all(
         torch.equal(start[name], one) for name, one in weights(model).items()
     )
     assert opt.step_count == 0 and torch.isfinite(opt.step(BATCH))

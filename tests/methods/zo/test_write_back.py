@@ -117,9 +117,9 @@ def saved(opt: keyhole.ZO, path: Path, steps: int = 1) -> list[torch.Tensor]:
 
 
 def test_a_checkpoint_gets_the_weights_of_its_step(tiny_model: Path, tmp_path: Path) -> None:
-    """Begun while units are owed several updates: the next step brings all home, as they are after this one."""
+    """Begun while units still lack several updates: the next step brings all home, as they are after this one."""
     opt, expected = two_runs(tiny_model, 4)
-    assert max(len(opt.update.owed(unit)) for unit in opt.model.layout.units) == 3
+    assert max(len(opt.update.deferred(unit)) for unit in opt.model.layout.units) == 3
     assert equal(expected, saved(opt, tmp_path / "c"))
 
 

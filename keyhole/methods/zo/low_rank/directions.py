@@ -101,8 +101,8 @@ class LowRank(Dense):
         self.layers.check()
         if side == 0:
             self.factors.perturb(number, self.perturbation(pair))
-        with super().at_look(number, pair, side) as lens, self.layers.seen_at(2 * number + side):
-            yield lens
+        with super().at_look(number, pair, side) as replacement, self.layers.seen_at(2 * number + side):
+            yield replacement
 
     def weights_at(self, unit: Unit, stored: torch.Tensor, number: int, pair: Pair) -> Sequence[torch.Tensor]:
         if unit.index not in self.factors.units:
