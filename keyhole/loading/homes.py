@@ -46,7 +46,7 @@ def make_engine(
             placed.reasons.append(
                 f"host memory: {ranks.local_size} ranks share one copy of the {len(shared)} streamed units"
             )
-    elif how == "shards" and ranks.several:  # embedding and spine are small, and replicated on every rank
+    elif how == "shards" and ranks.several:  # embedding and common are small, and replicated on every rank
         sharded = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
         _check_same(layout, None, ranks)
         count = f"{len(sharded)} units (blocks and head)"
@@ -115,7 +115,7 @@ def _reserve(
 
 def _zero_padding(unit: Unit, home: torch.Tensor) -> None:
     """Zeroes the padding between aligned tensors: reserved memory may hold anything, and copies of it are compared."""
-    starts = [tensor.start - unit.start for tensor in unit.tensors] + [unit.numel]  # a spine may have no tensors
+    starts = [tensor.start - unit.start for tensor in unit.tensors] + [unit.numel]  # a common unit may have no tensors
     for tensor, begin in zip(unit.tensors, starts[1:], strict=True):
         end = tensor.stop - unit.start
         if end < begin:

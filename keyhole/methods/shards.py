@@ -5,12 +5,12 @@ gradients of a block in a buffer with the layout of the block's units. When a un
 
     g_r = sum over ranks of their gradient, this rank's part     pieces are exchanged and added in the order of ranks
 
-and the method uses it (lomo/update.py, adam_offload/method.py). Table and spine are replicated on every rank: their
+and the method uses it (lomo/update.py, adam_offload/method.py). Table and common are replicated on every rank: their
 gradients are summed, and every rank makes the same update. A tensor for which no rank has a gradient stays unchanged,
 as in one process; ranks exchange which tensors these are only if that makes a difference.
 
 Bytes: one block of gradients in the dtype of compute, and one unit more for the exchange. Over the network, per
-backward pass: (N - 1) / N of the gradients of blocks and head, twice that of table and spine, these in float32.
+backward pass: (N - 1) / N of the gradients of blocks and head, twice that of table and common, these in float32.
 """
 
 from collections.abc import Sequence
@@ -90,7 +90,7 @@ class GradientParts(Sink):
     # -- for the method --------------------------------------------------------------------------------------------
 
     def whole(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Takes the gradient of a tensor of table or spine, summed over ranks in float32."""
+        """Takes the gradient of a tensor of table or common, summed over ranks in float32."""
         raise NotImplementedError  # abstract
 
     def whole_gradients(self, unit: Unit, tensors: list[FlatTensor]) -> list[tuple[FlatTensor, torch.Tensor]]:

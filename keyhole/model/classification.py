@@ -6,7 +6,7 @@
              mean over l of binary cross entropy        multi_label_classification
     loss   = 1/B sum_b nll_b                            B: rows of all micro-batches of a step
 
-The head is small: it belongs to the spine (structure/layout.py), and there are no vocabulary units. Passes return
+The head is small: it belongs to the common unit (structure/layout.py), and there are no vocabulary units. Passes return
 logits instead of hidden states, and rows take the place of trained tokens; everything else is as for a decoder: blocks
 are streamed, perturbed, recomputed and updated. A batch has `labels` with one number per row ([B, L] for several
 labels), and may have token_type_ids if the model uses them.

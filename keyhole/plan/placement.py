@@ -1,7 +1,7 @@
 """Where a model lives, and why: what `placement` and `gpu_memory` decide.
 
     resident   every unit on the device
-    stream     every unit is streamed, except the spine, and embedding and head if both take at most fit.TABLES_BYTES;
+    stream     all but the common unit, and embedding and head if both take at most fit.TABLES_BYTES, are streamed;
                with a budget, as many units as it has room for stay on the device
     auto       resident if everything fits the budget (default: 95 % of the free memory), otherwise like stream
 

@@ -72,7 +72,7 @@ def test_scores_that_are_not_finite_are_refused(tiny_model: Path, dtype: str) ->
     """NaN is not an accuracy; the tensor is named, and float32 is not advised to who has it."""
     model = keyhole.load(tiny_model, device="cpu", dtype=dtype)
     damage(model)
-    name = model.layout.spine.tensors[0].name
+    name = model.layout.common.tensors[0].name
     with pytest.raises(UserError, match=rf"not finite \(5 of 5 questions\).* {name} has NaN") as error:
         score(model, words(make_questions(5)))
     assert ("try dtype=float32" in str(error.value)) == (dtype == "float16")
@@ -95,4 +95,4 @@ def test_what_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
 
 
 def damage(model: Any) -> None:
-    model.home(model.layout.spine.tensors[0]).fill_(float("nan"))
+    model.home(model.layout.common.tensors[0]).fill_(float("nan"))

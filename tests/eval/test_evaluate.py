@@ -135,7 +135,7 @@ def test_the_word_demo_is_the_embedded_model_and_task() -> None:
 def test_a_loss_that_is_not_finite_is_refused(tiny_model: Path, tiny_data: Path) -> None:
     """A table with nan in it would look like a result; the file and the first bad tensor are named."""
     model = keyhole.load(tiny_model, device="cpu")
-    tensor = model.layout.spine.tensors[0]
+    tensor = model.layout.common.tensors[0]
     model.home(tensor).fill_(float("nan"))
     with pytest.raises(UserError, match=rf"{tiny_data}: the loss is nan: .* {tensor.name} has NaN"):
         score_data(model, str(tiny_data))

@@ -1,4 +1,4 @@
-"""A model without a single vector (OLMo: its norms have no weights): its spine is empty, and so are its packed blocks
+"""A model without a single vector (OLMo: its norms have no weights): its common is empty, and so are its packed blocks
 between passes, to a program that counts their numbers."""
 
 from typing import Any
@@ -29,7 +29,7 @@ def test_a_model_without_norms_is_trained_streamed_as_resident(case: str) -> Non
         model = keyhole.load(
             tiny_config("olmo", num_hidden_layers=2), init="random", device="cpu", placement=placement, **how
         )
-        assert not model.layout.spine.tensors
+        assert not model.layout.common.tensors
         model.nll(batch(seed=9))
         method = METHODS[name].load()(model, 1e-2, **own)
         found.append([float(method.step(batch())) for _ in range(3)])

@@ -56,8 +56,8 @@ def streamed(
     config: Any = None,
     **engine_options: Any,
 ) -> Model:
-    """The same weights, every unit behind the engine but the spine and the kinds named in `keep`. config: of the whole,
-    where the module knows only a part of it."""
+    """The same weights, every unit behind the engine but the common unit and the kinds named in `keep`. config: of the
+    whole, where the module knows only a part of it."""
     module = build(config or resident.config, resident.dtype)
     layout = find_layout(module, max_unit_numel)
     flat = torch.full((layout.numel,), float("nan"), dtype=resident.dtype)

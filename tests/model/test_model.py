@@ -162,12 +162,12 @@ class Recording:
 
 @pytest.mark.parametrize("call", ["nll", "generate"])
 def test_every_page_is_acquired_inside_of_the_sweep(call: str) -> None:
-    """The spine too: the sweep decides on which stream a page is waited for."""
+    """The common unit too: the sweep decides on which stream a page is waited for."""
     model = load(placement="stream")
     model.engine.gate = gate = Recording(model)
     model.engine.order = []  # until a sweep begins
     model.nll(batch()) if call == "nll" else model.generate(batch()["input_ids"], max_new_tokens=2)
-    assert model.layout.spine.index in {page for page, _ in gate.waited}
+    assert model.layout.common.index in {page for page, _ in gate.waited}
     assert not any(outside for _, outside in gate.waited)
 
 

@@ -107,7 +107,7 @@ def test_a_rank_is_planned_for_its_part(method: str) -> None:
     """Resident: a quarter of blocks and head, all of the rest, and slots; passes are those of one micro-batch."""
     layout, alone = planned(method, Ranks())
     _, four = planned(method, Four())
-    cut, rest = bytes_of(layout, ("block", "head")), bytes_of(layout, ("spine", "table"))
+    cut, rest = bytes_of(layout, ("block", "head")), bytes_of(layout, ("common", "table"))
     assert alone.device_bytes.homes == cut + rest
     assert four.device_bytes.homes == pytest.approx(cut / 4 + rest, rel=0.01)
     assert four.device_bytes.slots == 3 * max(4 * unit.numel for unit in layout.of_kind("block"))
@@ -131,7 +131,7 @@ def test_host_memory_is_that_of_the_ranks_of_this_machine() -> None:
     streamed = {unit.index for unit in layout.units[1:]}
     cut, table = bytes_of(layout, ("block", "head")), bytes_of(layout, ("table",))
     assert costs.host_bytes(layout, streamed) == pytest.approx(2 * (cut / 4 + table), rel=0.01)
-    state = 3 * (cut / 4 + table + bytes_of(layout, ("spine",)))
+    state = 3 * (cut / 4 + table + bytes_of(layout, ("common",)))
     assert host_state(layout, streamed, 4, None, costs.cut(layout))[1] == pytest.approx(state, rel=0.01)
     layout, placed = planned("zo", Four(), "stream")
     costs = Costs(placed.work, Room(Wire(torch.float32), 0), METHODS["zo"])

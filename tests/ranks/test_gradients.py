@@ -77,7 +77,7 @@ def test_device_memory_falls_with_ranks(method: type, tmp_path: Path) -> None:
 
 
 def received_as_told(ours: dict, alone: dict) -> None:
-    """Three steps on two ranks: two gathers of weights and an exchange of gradients; table and spine
+    """Three steps on two ranks: two gathers of weights and an exchange of gradients; table and common
     are summed. A slot that still holds its unit is not gathered again; where a gate rewrites homes, all are."""
     for name, least in (("lomo", 0.6), ("adam-offload", 0.8)):
         cut, rest = alone[name]["cut_bytes"], ours[name]["all_bytes"] - alone[name]["cut_bytes"]

@@ -122,7 +122,7 @@ def choose_units(numbers: Numbers, optimizer_on: str, clips: bool, left_bytes: i
     if left_bytes is None or sum(numbers.state(everything, clips)) <= left_bytes:
         return everything
     chosen = set[int]()
-    for unit in sorted(numbers.of):  # spine, embedding, blocks, head
+    for unit in sorted(numbers.of):  # common, embedding, blocks, head
         if sum(numbers.state(chosen | {unit}, clips)) <= left_bytes:
             chosen.add(unit)
     return chosen
@@ -192,7 +192,7 @@ def _placed(
 
 def _first_units(layout: Layout) -> set[int]:
     """Units whose gradients come last and whose weights are used first."""
-    return {unit.index for unit in layout.units if unit.kind in ("spine", "table")}
+    return {unit.index for unit in layout.units if unit.kind in ("common", "table")}
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:

@@ -78,8 +78,8 @@ class MuonUpdate(Update):
 
     def applying(self) -> AbstractContextManager[None]:
         units = [unit for unit in self.model.layout.units if unit.index in self.pages.units]
-        order = [u.index for u in reversed(units) if u.kind not in ("spine", "table")]
-        order += [u.index for u in units if u.kind == "table"] + [u.index for u in units if u.kind == "spine"]
+        order = [u.index for u in reversed(units) if u.kind not in ("common", "table")]
+        order += [u.index for u in units if u.kind == "table"] + [u.index for u in units if u.kind == "common"]
         return self.pages.sweep(order)
 
     def _state_of(self, tensor: FlatTensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,15 +8,15 @@ Here all passes of a step, over all looks and micro-batches, run in lockstep (mo
     for each further pair of looks, one pass over w writes its two copies
     the passes of each look run through its copy
 
-The copies of a unit lie in memory that the next unit reuses; those of the spine live through the step, since every
-block needs them (`spines`, two per pair). The chunks of the head are visited in the same way after the last block. Of
-the input embedding only the rows that the batch needs are perturbed: the pending update is applied to these rows on the
-fly, with the same bits as the full update of the table at the end of the sweep.
+The copies of a unit lie in memory that the next unit reuses; those of the common unit live through the step, since
+every block needs them (`commons`, two per pair). The chunks of the head are visited in the same way after the last
+block. Of the input embedding only the rows that the batch needs are perturbed: the pending update is applied to these
+rows on the fly, with the same bits as the full update of the table at the end of the sweep.
 
 `Dense` is also what a step asks of any directions; those of low rank (low_rank/directions.py) have other blocks.
 
-Bytes: two copies of the largest unit that is perturbed as a whole, and two of the spine per pair of looks, in the dtype
-of compute. Legend: M tokens looked up, N trained tokens, H width.
+Bytes: two copies of the largest unit that is perturbed as a whole, and two of the common unit per pair of looks, in the
+dtype of compute. Legend: M tokens looked up, N trained tokens, H width.
 """
 
 import weakref
@@ -44,7 +44,7 @@ from keyhole.ops.loss import RunningNLL
 
 Closure = Callable[[], Any]
 Side = tuple[range, torch.Tensor | None, torch.Tensor]
-"""(passes of a look, perturbed weights of a unit, perturbed spine)."""
+"""(passes of a look, perturbed weights of a unit, perturbed common)."""
 
 
 class Dense:
@@ -61,7 +61,7 @@ class Dense:
         layout, dtype, device = model.layout, model.dtype, model.device
         largest = max((u.numel for u in layout.units[1:] if u.index not in update.elsewhere), default=0)
         self.copies = [torch.empty(largest, dtype=dtype, device=device) for _ in range(2)]
-        self.spines = torch.empty((pairs, 2, layout.spine.numel), dtype=dtype, device=device)
+        self.commons = torch.empty((pairs, 2, layout.common.numel), dtype=dtype, device=device)
         self.step: Count = 0  # whose directions are used; within `captured` a number on the device
         self.branches = Branches()  # streams for looks, within `captured`
 
@@ -78,10 +78,10 @@ class Dense:
         False while the whole step is captured."""
         model = self.model
         with model.sweep("train"):
-            spine = model.layout.spine
-            w = model.engine.acquire(spine.index)
+            common = model.layout.common
+            w = model.engine.acquire(common.index)
             for p, pair, _ in looks.visits:
-                self.update.perturb(spine, w, self.spines[p].unbind(), self.perturbation(pair), arrived=p == 0)
+                self.update.perturb(common, w, self.commons[p].unbind(), self.perturbation(pair), arrived=p == 0)
             hidden = self.hidden(looks, steady)
             if model.classifies:
                 nll = [model.head.nll(x, batch.target_N) for x, batch in zip(hidden, looks.passes, strict=True)]
@@ -102,8 +102,8 @@ class Dense:
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
             for arrived in self._arrive(unit, looks):
-                for side, (passes, weights, spine) in enumerate(arrived):
-                    self.model.binding.bind(unit, weights, spine)
+                for side, (passes, weights, common) in enumerate(arrived):
+                    self.model.binding.bind(unit, weights, common)
                     branches.fork(side)
                     for index in passes:
                         resume(index)
@@ -123,7 +123,7 @@ class Dense:
                 self.update.perturb(unit, w, copies, self.perturbation(pair), arrived=p == 0)
                 if p == len(looks.visits) - 1:
                     engine.release(unit.index)
-            yield zip(by_look, weights, self.spines[p].unbind(), strict=False)  # a pair may have one look
+            yield zip(by_look, weights, self.commons[p].unbind(), strict=False)  # a pair may have one look
 
     def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the table at both looks of a pair, from the rows at home, which get the pending update."""
@@ -140,8 +140,8 @@ class Dense:
         running = [RunningNLL(batch.target_N) for batch in looks.passes]
         for unit in self.model.layout.head_units:
             for sides in self._arrive(unit, looks):
-                for passes, weights, spine in sides:
-                    self.model.binding.bind_head(unit, cast(torch.Tensor, weights), spine)  # None without a unit
+                for passes, weights, common in sides:
+                    self.model.binding.bind_head(unit, cast(torch.Tensor, weights), common)  # None without a unit
                     for index in passes:
                         self.model.head.add_nll(running[index], hidden[index], unit.span[0])
         return [state.nll_N() for state in running]
@@ -165,9 +165,10 @@ class Dense:
             yield replacement
 
     def weights_at(self, unit: Unit, stored: torch.Tensor, number: int, pair: Pair) -> Sequence[torch.Tensor]:
-        """The unit's weights at both looks of a pair, in memory that the next unit reuses (the spine has its own)."""
-        copies: Sequence[torch.Tensor] = self.spines[number].unbind()
-        if unit.kind != "spine":
+        """The unit's weights at both looks of a pair, in memory that the next one reuses (the common one does
+        not)."""
+        copies: Sequence[torch.Tensor] = self.commons[number].unbind()
+        if unit.kind != "common":
             copies = [copy[: unit.numel] for copy in self.copies]
         self.update.perturb(unit, stored, copies, self.perturbation(pair), arrived=False)
         return copies

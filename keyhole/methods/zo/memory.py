@@ -1,5 +1,5 @@
 """Device bytes and work of a zeroth-order step, beside those of its forward passes (model/forward/memory.py,
-methods/work.py), with perturbed copies of the spine for every pair of looks.
+methods/work.py), with perturbed copies of the common unit for every pair of looks.
 
     mezo           2 q passes                           q pairs          all hidden states wait: 2 q m
     fzoo           q + 1 passes                         q // 2 + 1       (q + 1) m
@@ -65,7 +65,7 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     dense = max((u.numel for u in layout.units[1:] if u.kind != "block"), default=0)
     converted = formats.packs or formats.plain != formats.dtype
     block = max((u.numel for u in layout.of_kind("block")), default=0) if converted else 0
-    perturbed = b * (2 * dense + 2 * pairs * layout.spine.numel + block) + factor_bytes(
+    perturbed = b * (2 * dense + 2 * pairs * layout.common.numel + block) + factor_bytes(
         layout, own, pairs, b, work.steps
     )
     tokens, hidden, activations = at_once.tokens, layout.table.shape[1], planned.activations

@@ -19,8 +19,8 @@ Differences from the textbook loop (perturb in place by +1, -2, +1, then update:
     rounding errors do not accumulate.
   - c stays on the device. A non-finite loss gives an update of exactly zero.
 
-Memory beside the weights: two copies of the largest unit, two of the spine per pair of looks, both in the dtype of
-compute, and the hidden states of the passes.
+Memory beside the weights: two copies of the largest unit, two of the common unit per pair of looks, both in the dtype
+of compute, and the hidden states of the passes.
 Legend: q directions, m micro-batches; a look is a point, perturbed but for one of fzoo; passes are numbered by look.
 """
 

@@ -20,7 +20,7 @@ MeZO's update is of all weights. It need not be loaded for that: it lacks the up
 back, and gets it when it is next used, or when it lacks UNMET of them.
 
 The weights do not depend on this choice: the same updates are applied in the same order. Only blocks wait. Table, head
-and spine are written back every step, because the host reads rows of the table. So is a unit that a checkpoint waits
+and common are written back every step, because the host reads rows of the table. So is a unit that a checkpoint waits
 for.
 
 A unit whose home several ranks share (one copy per machine) must not change while any of them uploads it. So it is

@@ -1,6 +1,6 @@
 """The backward pass block by block; each gradient is handed to a sink, and none is kept.
 
-reverse.py            the order of a step: forward, head, blocks in reverse, embedding, spine; what is refused
+reverse.py            the order of a step: forward, head, blocks in reverse, embedding, common; what is refused
 sink.py               the interface through which a method receives gradients, and how they get there
 vocabulary.py         loss, and gradients of embedding and head, in chunks of the vocabulary
 tape.py               what the forward pass keeps so that blocks can be differentiated one at a time

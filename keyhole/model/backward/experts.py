@@ -12,8 +12,8 @@ M of expert e, u = up_e(x), h = act(u), y = down_e(h), and the gradient g of the
 If the gradient of a matrix is complete (one micro-batch, one call of the layer), it is offered to the sink as its
 factors, like that of a linear layer (recompute.py). Else gradients are summed per expert until the last micro-batch;
 this takes the memory of the gradients of one block. An expert that received no token has a gradient of zero, and is
-loaded only if that changes its weights (`Sink.unmet`: weight decay). Biases of experts belong to the spine; autograd
-sums their gradients.
+loaded only if that changes its weights (`Sink.unmet`: weight decay). Biases of experts belong to the common unit;
+autograd sums their gradients.
 
 For a sink that needs whole stacks (by_expert is False) the same node fills a gradient of the whole stack; such a model
 is never cut into experts. Outside of a backward pass of Reverse, autograd differentiates Transformers' own layer.

@@ -2,7 +2,7 @@
 
 For b bytes per element, M tokens per micro-batch, m micro-batches, L blocks, width H, widest matrix side W:
 
-    homes        the spine and every resident unit                                          b x their elements
+    homes        the common unit and every resident unit                                          b x their elements
     slots        for the current block, for the next one, and one more                      2 k + 1 units, k per block
                  where experts are units: for an expert, and for the next one               k + 4, if that is more
     gradients    one matrix and its neighbour in flight; with m > 1 those of one block      b x ...

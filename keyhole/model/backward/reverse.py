@@ -5,7 +5,7 @@
     reverse    units arrive in reverse order; a block is recomputed, differentiated for every micro-batch, and its
                complete gradients are handed to a *sink* (sink.py) before the next block is loaded
     embedding  its gradient is a few rows, scattered into one chunk of the table at a time
-    spine      norms and other small tensors that are used in many places, at the end
+    common     norms and other small tensors that are used in many places, at the end
 
 So at any time the gradients of at most one block exist; with one micro-batch, and linear layers that offer their
 gradients (recompute.py), those of at most one matrix.
@@ -144,7 +144,7 @@ class Reverse:
         pass of a micro-batch is resumed. loss_count, weight: see vocabulary.py."""
         model = self.model
         self.tape = self._tape(batches)
-        self.spine = model.device_weights.acquire(self.layout.spine)
+        self.common = model.device_weights.acquire(self.layout.common)
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
         held: list[Unit] = []
@@ -158,7 +158,7 @@ class Reverse:
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
             release(unit)
-            model.binding.bind(unit, model.device_weights.acquire(unit, len(held)) if unit else None, self.spine)
+            model.binding.bind(unit, model.device_weights.acquire(unit, len(held)) if unit else None, self.common)
             held.extend([unit] if unit else [])
             for i in range(len(batches)):
                 with turn(i):
@@ -173,8 +173,8 @@ class Reverse:
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, block_at_once=block_at_once)
             release(None)
         self.vocabulary.drop_rows()
-        model.binding.bind(None, None, self.spine)
-        return self.vocabulary.loss(self.hidden, batches, self.spine, loss_count, weight)
+        model.binding.bind(None, None, self.common)
+        return self.vocabulary.loss(self.hidden, batches, self.common, loss_count, weight)
 
     def _attention(self) -> AbstractContextManager[None]:
         return exact_attention(self.model.device, self._longest) if self.deterministic else nullcontext()
@@ -211,7 +211,7 @@ class Reverse:
         with self._attention():
             self._reverse_blocks(last)
         self.vocabulary.reverse_embedding(sink)
-        self._reverse_spine(sink)
+        self._reverse_common(sink)
 
     def _reverse_end(self, grads: list[Any], last: bool) -> None:
         """What comes after the last block. Its graph goes, if no further backward pass needs it: it holds the outputs
@@ -235,7 +235,7 @@ class Reverse:
             for place, unit in enumerate(self.units_of[block]):
                 stored = self.model.engine.acquire(unit.index, changes=self.trains)
                 computed = self.model.device_weights.in_compute_dtype(unit, stored, place)
-                self.model.binding.bind(unit, computed, self.spine)
+                self.model.binding.bind(unit, computed, self.common)
                 if self.trains:
                     gradients.enter_unit(unit, stored)
             for waiting in [one for visit in stops[i - 1].values() for one in visit.call.on_host] if i > 0 else ():
@@ -274,8 +274,8 @@ class Reverse:
         self.gradients.leave_block()
 
     @torch.no_grad()
-    def _reverse_spine(self, sink: Sink) -> None:
-        engine, unit = self.model.engine, self.layout.spine
+    def _reverse_common(self, sink: Sink) -> None:
+        engine, unit = self.model.engine, self.layout.common
         stored = engine.acquire(unit.index, changes=self.trains)
         reached = {tensor.name for tensor in unit.tensors if tensor.param.grad is not None}
         if self.model.sharded:  # reached on any rank

@@ -83,13 +83,13 @@ class VocabularyGradients:
         self,
         hidden: list[torch.Tensor],
         batches: list[DeviceBatch],
-        spine: torch.Tensor,
+        common: torch.Tensor,
         loss_count: int | None = None,
         weight: float = 1.0,
     ) -> torch.Tensor:
         """The mean loss over all trained tokens, or all questions, of all passes; hidden: [N, H] per pass. loss_count:
         the number to divide by, if it is not theirs; weight: multiplies the loss and its gradients."""
-        self.hidden, self.spine, self.weight = [x.detach() for x in hidden], spine, weight
+        self.hidden, self.common, self.weight = [x.detach() for x in hidden], common, weight
         self.loss_count, self.batches = loss_count or max(1, sum(b.loss.count for b in batches)), batches
         if self.model.classifies:
             nll = [self.model.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
@@ -104,7 +104,7 @@ class VocabularyGradients:
     def _running(self, batches: list[DeviceBatch]) -> list[RunningNLL]:
         """The loss of every trained token, per pass; the logits are kept if they are few."""
         if not self._keeps_logits():
-            return after_the_head(self.model, self.hidden, batches, self.spine)
+            return after_the_head(self.model, self.hidden, batches, self.common)
         running = [RunningNLL(b.target_N) for b in batches]
         for unit, _, weight_RH in self._visited(self.layout.head_units, changes=False):
             wants = (True, unit.tensors[0].param.requires_grad, True)
@@ -126,7 +126,7 @@ class VocabularyGradients:
         """Logits of a chunk; wants: which leaves need gradients. The rows may be updated once the gradient of the
         hidden states is computed: their own gradient does not need them, so autograd must not track their version
         (`.data`)."""
-        self.model.binding.bind_head(unit, weight_RH.flatten(), self.spine)
+        self.model.binding.bind_head(unit, weight_RH.flatten(), self.common)
         head, bias = self.model.head, self.model.head.linear.bias
         x, leaf = hidden_NH.detach().requires_grad_(wants[0]), nn.Parameter(weight_RH.data, requires_grad=wants[1])
         own_bias = None if bias is None else nn.Parameter(bias.data, requires_grad=wants[2])

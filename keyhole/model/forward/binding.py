@@ -2,16 +2,16 @@
 
 An HF module reads its weights through `nn.Parameter` objects. Re-pointing one (`param.data = view`) takes a
 microsecond and moves nothing, so between two calls of a block its parameters can be pointed to other copies of the
-weights, perturbed or in another slot. The parameters of the spine are re-pointed too: those outside of blocks whenever
-a pass is resumed, those inside a block when the pass enters that block.
+weights, perturbed or in another slot. The parameters of the common unit are re-pointed too: those outside of blocks
+whenever a pass is resumed, those inside a block when the pass enters that block.
 
 A home may hold another dtype than kernels compute in, or packed bytes (weights/format.py). So the parameters of a pass
 point to:
 
     a home in the dtype of compute   the slot itself (streamed) or the home itself (resident); no copy
-    another dtype, or packed         a copy in scratch memory: a spine, and one buffer of the largest unit per `place`
+    another dtype, or packed         a copy in scratch memory: one common unit, and a largest unit per `place`
 
-Bytes on the device: none in the first case; otherwise dtype x (spine + places x largest unit), allocated once, because
+Bytes on the device: none in the first case; otherwise dtype x (common + places x largest unit), allocated once, because
 cached views of parameters and CUDA graphs hold its address.
 
 Rows of the input embedding are gathered where the table lives: by a kernel that reads device memory or page-locked host
@@ -51,9 +51,9 @@ class Binding:
 
     def __init__(self, homes: Homes, head: Any, keep_views: bool) -> None:
         self.homes, self.layout, self.head, self.keep_views = homes, homes.layout, head, keep_views
-        self.spine: torch.Tensor  # the memory that the spine's parameters point into, for the running pass
+        self.common: torch.Tensor  # the memory that the parameters of the common unit point into, for the running pass
         blocks = (None, *range(self.layout.block_count))
-        self.spine_of = {b: [t for t in self.layout.spine.tensors if t.block == b] for b in blocks}
+        self.common_of = {b: [t for t in self.layout.common.tensors if t.block == b] for b in blocks}
         self._views: dict[tuple, Views] = {}
         self._home_views: Views = []
 
@@ -71,43 +71,43 @@ class Binding:
         for param, at in self._home_views:
             param.data = at
 
-    def bind(self, unit: Unit | None, flat: torch.Tensor | None, spine: torch.Tensor) -> None:
-        """Points the parameters of a block unit into `flat`, and those of the spine outside of blocks and in the
-        unit's block into `spine`. (A pass that enters the next block calls `enter_block` for that one.)"""
-        self.spine = spine
+    def bind(self, unit: Unit | None, flat: torch.Tensor | None, common: torch.Tensor) -> None:
+        """Points the parameters of a block unit into `flat`, and those of the common unit outside of blocks and in the
+        unit's block into `common`. (A pass that enters the next block calls `enter_block` for that one.)"""
+        self.common = common
         if unit is not None and unit.rows is not None:  # there may be thousands of experts: their views are not kept
             self.enter_block(None)
             self.enter_block(unit.block)
             assert flat is not None
             unit.tensors[0].param.data = rows_view(unit, flat)
             return
-        key = ("unit", None if unit is None or flat is None else (unit.index, flat.data_ptr()), spine.data_ptr())
+        key = ("unit", None if unit is None or flat is None else (unit.index, flat.data_ptr()), common.data_ptr())
         for param, at in self._kept(key, lambda: self._views_of(unit, flat)):
             param.data = at
 
     def enter_block(self, block: int | None) -> None:
-        """Points the spine's parameters in a block (None: outside of all blocks) into the spine of the running pass."""
-        for param, at in self._spine_views(block):
+        """Points those of the common unit in a block (None: outside of all blocks) into the pass's copy of it."""
+        for param, at in self._common_views(block):
             param.data = at
 
     def _views_of(self, unit: Unit | None, flat: torch.Tensor | None) -> Views:
-        outside = self._spine_views(None)
+        outside = self._common_views(None)
         if unit is None or flat is None:
             return outside
         own = [(tensor.param, view(flat, tensor, unit.start)) for tensor in unit.tensors]
-        return outside + self._spine_views(unit.block) + own
+        return outside + self._common_views(unit.block) + own
 
-    def _spine_views(self, block: int | None) -> Views:
-        spine, start = self.spine, self.layout.spine.start
-        key = ("spine", block, spine.data_ptr())
-        return self._kept(key, lambda: [(t.param, view(spine, t, start)) for t in self.spine_of[block]])
+    def _common_views(self, block: int | None) -> Views:
+        common, start = self.common, self.layout.common.start
+        key = ("common", block, common.data_ptr())
+        return self._kept(key, lambda: [(t.param, view(common, t, start)) for t in self.common_of[block]])
 
-    def bind_head(self, unit: Unit, flat: torch.Tensor, spine: torch.Tensor) -> None:
+    def bind_head(self, unit: Unit, flat: torch.Tensor, common: torch.Tensor) -> None:
         """Points the head to the rows of a chunk, and to the part of its bias for these rows."""
         bias = self.head.linear.bias
         if bias is not None:
-            tensor = next(t for t in self.spine_of[None] if t.param is bias)
-            bias = view(spine, tensor, self.layout.spine.start)[slice(*unit.span)]
+            tensor = next(t for t in self.common_of[None] if t.param is bias)
+            bias = view(common, tensor, self.layout.common.start)[slice(*unit.span)]
         self.head.bind(rows_view(unit, flat), bias)
 
     def _kept(self, key: tuple, find: Callable[[], Views]) -> Views:
@@ -155,9 +155,9 @@ class DeviceWeights:
         """`stored` itself, or a copy in scratch memory that the next unit with the same `place` overwrites."""
         if stored.dtype == self.dtype:
             return stored
-        kind = "spine" if unit.kind == "spine" else f"unit {place}"
+        kind = "common" if unit.kind == "common" else f"unit {place}"
         if kind not in self._scratch:  # allocated once: parameters point into it
-            numel = unit.numel if kind == "spine" else self.layout.largest_unit_numel
+            numel = unit.numel if kind == "common" else self.layout.largest_unit_numel
             with torch.inference_mode(False):  # an evaluation may be the first to need it, and a later step writes it
                 self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
         weights = self._scratch[kind][: unit.numel]

@@ -18,7 +18,7 @@ short sequences, the kernels take less time than that, and the host is the bottl
 by one call, but with the memory addresses of its capture. In lockstep these are the same for every block: a pass always
 finds its unit's weights in the same perturbed buffer. So one graph per pass serves all blocks:
 
-    static input <- hidden states;   static vectors <- the block's part of the spine;   replay;   copy of the output
+    static input <- hidden states;   static vectors <- the block's part of the common unit;   replay;   copy of output
 
 The next replay overwrites the graph's output, and a model may keep a block's output for longer (skip connections, the
 hidden states of all layers). So every call returns a copy, which belongs to the caller.
@@ -75,10 +75,10 @@ class BlockGraphs(Recorder):
             model.patches.forward(block, self._wrap(unit, i, block))
 
     def _wrap(self, unit: Unit, i: int, block: nn.Module) -> Callable:
-        vectors = self.model.binding.spine_of[unit.block]
+        vectors = self.model.binding.common_of[unit.block]
         first = vectors[0].start if vectors else 0
         span = vectors[-1].stop - first if vectors else 0
-        adjacent = span <= sum(-(-t.shape.numel() // ALIGN) * ALIGN for t in vectors)  # in the spine
+        adjacent = span <= sum(-(-t.shape.numel() // ALIGN) * ALIGN for t in vectors)  # in the common unit
         shape = tuple((t.start - first, t.shape) for t in vectors)
         hooks = UsersHooks(part for part in block.modules() if part is not block)  # its own are called around `forward`
 
@@ -95,7 +95,7 @@ class BlockGraphs(Recorder):
             if inputs is None or (added is None and self.model.methods.low_rank is not None):
                 return ordinary(*args, **kwargs)
             addresses = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
-            addresses += (self.model.binding.spine.data_ptr(),)  # of weights that it shares with other blocks
+            addresses += (self.model.binding.common.data_ptr(),)  # of weights that it shares with other blocks
             key: tuple = (conductor.current.index, conductor.block_at_once, addresses, shape, tuple(kwargs), inputs)
             key = key if added is None else (*key, unit.index, added)
             here = (key, unit.index)
@@ -107,11 +107,11 @@ class BlockGraphs(Recorder):
         return forward
 
     def _use_own_vectors(self, vectors: list[FlatTensor], first: int, span: int, key: tuple) -> None:
-        """Copies the block's part of the spine to memory that all blocks share, and points the parameters there."""
+        """Copies the block's part of the common unit to memory that all blocks share, and points it there."""
         if key not in self.vectors:
             self.vectors[key] = torch.empty(span, dtype=self.model.dtype, device=self.model.device)
-        own, base = self.vectors[key], first - self.model.layout.spine.start
-        own.copy_(self.model.binding.spine[base : base + span])
+        own, base = self.vectors[key], first - self.model.layout.common.start
+        own.copy_(self.model.binding.common[base : base + span])
         for tensor in vectors:
             begin = tensor.start - first
             tensor.param.data = own[begin : begin + tensor.shape.numel()].view(tensor.shape)

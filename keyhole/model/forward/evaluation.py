@@ -23,17 +23,17 @@ from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningChoice, RunningNLL
 
 T = TypeVar("T")
-# (hidden states of all passes, spine) -> one result per pass; called within the sweep.
+# (hidden states of all passes, common) -> one result per pass; called within the sweep.
 Result = Callable[[list[torch.Tensor], torch.Tensor], list[T]]
 
 
 def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Summed NLL and number of trained tokens of each row, per batch."""
 
-    def losses(hidden: list[torch.Tensor], spine: torch.Tensor) -> list[torch.Tensor]:
+    def losses(hidden: list[torch.Tensor], common: torch.Tensor) -> list[torch.Tensor]:
         if model.classifies:
             return [model.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
-        return [state.nll_N() for state in after_the_head(model, hidden, batches, spine)]
+        return [state.nll_N() for state in after_the_head(model, hidden, batches, common)]
 
     found = swept(model, batches, losses)
     return [(b.loss.sum_by_row(nll_N), b.loss.count_by_row()) for nll_N, b in zip(found, batches, strict=True)]
@@ -41,19 +41,19 @@ def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tenso
 
 def nll_by_token(model: Any, batches: list[DeviceBatch]) -> list[torch.Tensor]:
     """The NLL of each target, per batch, at the weights as they are at home, without updates that wait."""
-    states = swept(model, batches, lambda x, spine: after_the_head(model, x, batches, spine), at_home=True)
+    states = swept(model, batches, lambda x, common: after_the_head(model, x, batches, common), at_home=True)
     return [state.nll_N() for state in states]
 
 
 def token_scores(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(nll_N, best_N) per batch."""
-    states = swept(model, batches, lambda x, spine: after_the_head(model, x, batches, spine, RunningChoice))
+    states = swept(model, batches, lambda x, common: after_the_head(model, x, batches, common, RunningChoice))
     return [(state.nll_N(), state.best_N) for state in states]
 
 
 def class_logits(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logits [B, L] and losses [B] per batch, in float32."""
-    found = swept(model, batches, lambda logits, spine: logits)
+    found = swept(model, batches, lambda logits, common: logits)
     return [(x.float(), model.head.nll(x, b.target_N)) for x, b in zip(found, batches, strict=True)]
 
 
@@ -64,29 +64,29 @@ def swept(model: Any, batches: list[DeviceBatch], result: Result[T], at_home: bo
         model.apply_deferred()
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-        model.binding.bind(unit, model.device_weights.acquire(unit) if unit else None, spine)
+        model.binding.bind(unit, model.device_weights.acquire(unit) if unit else None, common)
         for i in range(len(batches)):
             resume(i)
         if unit:
             model.engine.release(unit.index)
 
     with model.sweep("evaluate"):
-        spine = model.device_weights.acquire(model.layout.spine)
+        common = model.device_weights.acquire(model.layout.common)
         hidden = model.lockstep(batches, serve, lambda i, ids_M: model.table_rows(ids_M).to(model.dtype))
-        return result(hidden, spine)
+        return result(hidden, common)
 
 
 def after_the_head(
     model: Any,
     hidden: list[torch.Tensor],
     batches: list[DeviceBatch],
-    spine: torch.Tensor,
+    common: torch.Tensor,
     kind: type[RunningNLL] = RunningNLL,
 ) -> list[Any]:
     """For every pass, the loss state of its trained tokens after all chunks of the vocabulary."""
     running = [kind(b.target_N) for b in batches]
     for unit in model.layout.head_units:
-        model.binding.bind_head(unit, model.device_weights.acquire(unit), spine)
+        model.binding.bind_head(unit, model.device_weights.acquire(unit), common)
         for state, x in zip(running, hidden, strict=True):
             model.head.add_nll(state, x, unit.rows[0])
         model.engine.release(unit.index)
@@ -105,9 +105,9 @@ def alone(model: Any, what: str, call: Callable[[], T]) -> T:
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
         weights = model.device_weights.acquire(unit) if unit else None
         if unit is None or unit.kind == "block":
-            model.binding.bind(unit, weights, spine)
+            model.binding.bind(unit, weights, common)
         else:
-            model.binding.bind_head(unit, weights, spine)
+            model.binding.bind_head(unit, weights, common)
         resume(0)
         if unit:
             model.engine.release(unit.index)
@@ -121,7 +121,7 @@ def alone(model: Any, what: str, call: Callable[[], T]) -> T:
 
     linear = model.head.linear
     with model.sweep(what), replaced_forwards([linear], [head]):
-        spine = model.device_weights.acquire(model.layout.spine)
+        common = model.device_weights.acquire(model.layout.common)
         found: list[T] = model.conduct([call], serve, lambda i, ids_M: model.table_rows(ids_M).to(model.dtype))
         return found[0]
 

@@ -5,7 +5,7 @@ Without a conductor, a caller uses the module by itself: the hook on the embeddi
 (`used_directly`, `settle`), the others do nothing. With one, a pass that enters
 
     a module of a unit whose weights it does not hold    waits there until the unit is bound (`meet`)
-    a block                                              points the spine's vectors in it to the pass's own copy;
+    a block                                              points the common unit vectors in it to the pass's own copy;
                                                          block_at_once: it first waits for all units of the block
     the input embedding                                  looks up rows that were gathered where the table lives
 

@@ -92,16 +92,16 @@ class LowRank(Protocol):
     share: Share | None = None  # of passes outside of a step; None: the weights without perturbation
     shares: dict[int, Share]  # by pass, during a step
     differ: set[int]  # passes whose looks have different rows by now
-    spines: torch.Tensor | None = None  # of all looks, during a step
+    commons: torch.Tensor | None = None  # of all looks, during a step
 
     @contextmanager
-    def carried(self, shares: dict[int, Share], spines: torch.Tensor) -> Iterator[None]:
-        """A context in which passes carry looks. spines: [looks, spine]."""
-        self.differ, self.shares, self.spines = set(), shares, spines  # of no numbers, if there is no final norm
+    def carried(self, shares: dict[int, Share], commons: torch.Tensor) -> Iterator[None]:
+        """A context in which passes carry looks. commons: [looks, common]."""
+        self.differ, self.shares, self.commons = set(), shares, commons  # of no numbers, if there is no final norm
         try:
             yield
         finally:
-            self.shares, self.spines = {}, None
+            self.shares, self.commons = {}, None
 
     @contextmanager
     def seen_at(self, look: int) -> Iterator[None]:

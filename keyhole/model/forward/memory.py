@@ -3,10 +3,10 @@
 A zeroth-order step that streams units through slots holds on the device, for b bytes per element
 (homes and slots in the wire format):
 
-    homes        the spine and every resident unit                               b x their elements
+    homes        the common unit and every resident unit                               b x their elements
     slots        slot_count x the largest streamed unit                          b x ...
-    perturbed    w + eps z and w - eps z of one unit, and of the spine for
-                 each of q directions; one fp32 unit where packed ones have gaps b x (2 unit + 2 q spine)
+    perturbed    w + eps z and w - eps z of one unit, and of the common unit for
+                 each of q directions; one fp32 unit where packed ones have gaps b x (2 unit + 2 q common)
     activations  one running pass, and what each waiting pass keeps              below
     logits       [tokens, chunk] of one vocabulary chunk, in b and in fp32       below
     workspace    reserved by cuBLAS, once per stream
@@ -95,7 +95,7 @@ def forward_bytes(
     """The device peak of forward passes in lockstep, with perturbed copies for this many directions at a time."""
     element_bytes = formats.dtype.itemsize
     gaps, homes = layout.largest_with_gaps if formats.packs else 0, formats.homes(layout)
-    perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * directions * layout.spine.numel)
+    perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * directions * layout.common.numel)
     return ForwardBytes(
         homes=sum(homes) - sum(map(homes.__getitem__, streamed)),  # a map: models of many layers have many units
         slots=SLOT_COUNT * max(map(homes.__getitem__, streamed), default=0),

@@ -24,8 +24,8 @@ model/backward/experts.py.
     y = x W^T + b        y[:, r0:r1] = x W[r0:r1]^T + b[r0:r1]        for each tile [r0, r1)
 
 Slots and perturbed copies need room for one tile only (OPT-175B in 16 bit: 288 MiB instead of 1152). The bias belongs
-to the spine, since all tiles need it. The tiles depend only on the layer's shape (find.row_tiles). With gradients the
-product is not tiled, because those methods hold full matrices.
+to the common unit, since all tiles need it. The tiles depend only on the layer's shape (find.row_tiles). With gradients
+the product is not tiled, because those methods hold full matrices.
 Legend: T tokens, H width, k experts per token, M tokens of one expert, R rows of a tile.
 """
 

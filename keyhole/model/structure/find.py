@@ -1,4 +1,4 @@
-"""Finds the parts of a decoder: its blocks, the modules in them that own matrices, stacks of experts, and the spine.
+"""Finds the parts of a decoder: blocks, the modules in them that own matrices, stacks of experts, and the common unit.
 
 Parts are found by their structure, not by the model's name: blocks are the list of modules that holds the most
 parameters. Everything here works on the meta device, and depends only on the architecture. What all layouts of a module
@@ -82,7 +82,7 @@ def stacks_outside(module: nn.Module, blocks: list[nn.Module]) -> dict[str, tupl
 
 def leaves_of(block: nn.Module) -> list[nn.Module]:
     """The outermost modules that own a matrix, or use one of a submodule directly. Each counts with all its children.
-    Modules with only vectors (norms) do not count: they belong to the spine."""
+    Modules with only vectors (norms) do not count: they belong to the common unit."""
     if any(p is not None and is_matrix(p) for p in block._parameters.values()) or reads_inside(block):
         return [block]
     return [leaf for child in block.children() for leaf in leaves_of(child)]
@@ -159,12 +159,12 @@ class Parts:
     in_blocks: set[int]  # ids of parameters
     block_of: dict[int, int]  # id(parameter) -> the one block that uses it, if that block has units of its own
     experts: dict[int, Experts]
-    spine: list[nn.Parameter]
+    common: list[nn.Parameter]
     tiled_layers: int
 
 
 def find_parts(module: nn.Module) -> Parts:
-    """Blocks, leaves and spine of an HF decoder."""
+    """Blocks, leaves and common of an HF decoder."""
     names = {id(p): name for name, p in module.named_parameters()}  # a tied parameter once, by its first name
     model: Any = module  # a class of Transformers
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -180,11 +180,11 @@ def find_parts(module: nn.Module) -> Parts:
     experts = {id(leaf): found for leaf in leaves if by_expert and (found := find_experts(leaf))}
     outside = tables | {id(leaf.bias) for leaf in large}
     outside |= {id(bias) for found in experts.values() for bias in found.biases}
-    in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # shared ones go to the spine
+    in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # shared ones go to the common unit
     experts = {key: one for key, one in experts.items() if all(id(stack) in in_blocks for stack in one.stacks)}
-    spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in tables]
+    common = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in tables]
     by_block = [[id(p) for p in block.parameters()] for block in blocks]
     users = Counter(p for of_block in by_block for p in of_block)
     with_units = {i: of_block for i, of_block in enumerate(by_block) if not in_blocks.isdisjoint(of_block)}
     block_of = {p: i for i, of_block in with_units.items() for p in of_block if users[p] == 1}
-    return Parts(module, names, table_p, head_p, blocks, own_leaves, in_blocks, block_of, experts, spine, len(large))
+    return Parts(module, names, table_p, head_p, blocks, own_leaves, in_blocks, block_of, experts, common, len(large))

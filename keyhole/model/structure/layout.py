@@ -7,7 +7,7 @@ Every element of every parameter gets an index in one flat, virtual array of the
 
 So the layout must depend only on the architecture, not on the device, the budget or the placement. In order:
 
-    spine    everything small or special: norms, position tables, biases of the head. Always on the device.
+    common   everything small or special: norms, position tables, biases of the head. Always on the device.
     table    the input embedding (vocabulary x width), cut into chunks of CHUNK_ROWS rows
     blocks   the matrices of the transformer blocks, block after block
     head     the output matrix, cut like the table; absent when it is tied to the table
@@ -15,8 +15,8 @@ So the layout must depend only on the architecture, not on the device, the budge
 Blocks are found by their structure (find.py). If one block is too large a transfer for the budget, it is cut further,
 into runs of consecutive leaf modules; that changes where units begin and end, never an element's index. A very large
 matrix of a linear layer may be cut by rows (model/forward/pieces.py computes with it); the bias of such a layer,
-which all of its rows need, belongs to the spine. Large stacks of experts are cut into experts (find.py), and their
-biases belong to the spine too: a pass holds the matrix of one expert at a time.
+which all of its rows need, belongs to the common unit. Large stacks of experts are cut into experts (find.py), and
+their biases belong to the common unit too: a pass holds the matrix of one expert at a time.
 
 Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding per tensor.
 """
@@ -69,7 +69,7 @@ class Unit:
 
     index: int
     name: str
-    kind: str  # "spine" | "block" | "table" | "head"
+    kind: str  # "common" | "block" | "table" | "head"
     start: int
     stop: int
     tensors: list[FlatTensor]
@@ -123,11 +123,11 @@ class Layout:
         return {kind: [unit for unit in self.units if unit.kind == kind] for kind in kinds}
 
     def of_kind(self, kind: str) -> list[Unit]:
-        """The units of a kind: spine, table, block or head. The caller must not change this list."""
+        """The units of a kind: common, table, block or head. The caller must not change this list."""
         return self._by_kind.get(kind, [])
 
     @property
-    def spine(self) -> Unit:
+    def common(self) -> Unit:
         return self.units[0]
 
     @property
@@ -208,7 +208,7 @@ def find_layout(
     too; cut_experts: so are stacks of experts that are larger than a unit. parts: those of the module, if known."""
     of = find_parts(module) if parts is None else parts
     builder = _Builder(of)
-    builder.unit("spine", "spine", of.spine, [])
+    builder.unit("common", "common", of.common, [])
     if of.table is not None:
         builder.table("table", of.table)
     for i, block in enumerate(of.blocks):

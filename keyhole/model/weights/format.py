@@ -2,9 +2,9 @@
 
     fp32 | bf16 | fp16     a plain dtype; kernels read it and write perturbed copies in the dtype of compute
     fp8                    blocks only: E4M3 codes with a power-of-two scale per 64 elements (ops/fp8.py), 1.016 bytes
-                           per element; the spine, the table and the head keep the dtype of compute
+                           per element; the common unit, the table and the head keep the dtype of compute
     int8 | int4 | nf4      blocks only, and frozen: codes with a float16 scale per 64 elements, 1.03 or 0.53 bytes per
-                           element of a matrix; vectors, spine, table and head keep the dtype of compute
+                           element of a matrix; vectors, common, table and head keep the dtype of compute
 
 A unit in a plain format is used directly. A packed unit is bytes. Its codec unpacks it for a forward pass or a
 checkpoint, packs it when it is loaded, and applies a zeroth-order update to it, with stochastic rounding. The passes

@@ -51,7 +51,7 @@ class Homes:
     def unit_of(self, tensor: FlatTensor) -> Unit:
         """The unit in which the tensor starts (a table continues into the next ones)."""
         found = bisect_right(self._starts, tensor.start) - 1
-        while self.layout.units[found].numel == 0:  # a spine may hold no tensor
+        while self.layout.units[found].numel == 0:  # a common unit may hold no tensor
             found -= 1
         return self.layout.units[found]
 

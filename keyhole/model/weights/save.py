@@ -13,9 +13,9 @@ Transformers stores other tensors than it computes with (it merges the experts o
 writer is used, which needs all of them in memory.
 
 Of a sharded model the leader creates the files at their final size, with everything except the weights; then each rank
-writes its own elements at their places and flushes them; the leader writes what all ranks have (table, spine, buffers).
-Tensors of a method's state that are split over ranks (disk/tensors.py) are written in the same way, into one file. No
-rank needs more memory for the model than before; all must see one file system. The leader starts it
+writes its own elements at their places and flushes them; the leader writes what all ranks have (table, common,
+buffers). Tensors of a method's state that are split over ranks (disk/tensors.py) are written in the same way, into one
+file. No rank needs more memory for the model than before; all must see one file system. The leader starts it
 (`model.call_others`), and the others follow (training/loop.py) by calling the same functions. If a rank cannot write,
 the leader raises: the checkpoint gets no name.
 

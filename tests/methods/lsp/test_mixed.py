@@ -134,7 +134,7 @@ def test_auto_fills_the_budget() -> None:
         assert model.placed.device_bytes.total <= need + more
         found.append({model.layout.units[unit].kind for unit in opt.updates.device.lengths})
         opt.close()
-    assert found == [set(), {"spine", "table", "block"}, {"spine", "table", "block", "head"}]
+    assert found == [set(), {"common", "table", "block"}, {"common", "table", "block", "head"}]
 
 
 def test_a_gradient_that_is_not_finite_on_one_side_only(placed_by: Any) -> None:

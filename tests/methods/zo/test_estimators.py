@@ -147,7 +147,7 @@ def test_what_an_estimator_cannot_do_is_refused(bad: dict[str, Any], match: str)
 
 
 def test_the_plan_knows_the_passes() -> None:
-    """Hidden states and spines of what a step measures; two perturbed units whatever it is."""
+    """Hidden states and commons of what a step measures; two perturbed units whatever it is."""
     layout, room = load().layout, Room(Wire(torch.float32, None), workspace_bytes=1000)
 
     def planned(estimator: str, q: int) -> ForwardBytes:
@@ -155,8 +155,8 @@ def test_the_plan_knows_the_passes() -> None:
         return device_bytes(layout, set(), Workload("zo", 64, own.passes, own), room)
 
     pair, seven = planned("mezo", 1), planned("fzoo", 7)
-    spine, four = 2 * 4 * layout.spine.numel, planned("mezo", 4)
-    assert seven.perturbed - pair.perturbed == four.perturbed - pair.perturbed == 3 * spine
+    common, four = 2 * 4 * layout.common.numel, planned("mezo", 4)
+    assert seven.perturbed - pair.perturbed == four.perturbed - pair.perturbed == 3 * common
     assert seven.activations == four.activations > pair.activations
 
 
@@ -166,5 +166,5 @@ def test_looks_are_as_planned_and_said() -> None:
     assert keyhole.ZO(load(), estimator="fzoo").describe()[0].startswith(rule)
     for estimator, pairs in (("mezo", 3), ("fzoo", 2)):
         opt = keyhole.ZO(load(), estimator=estimator, directions=3)
-        assert opt.directions.spines.shape[0] == pairs == DEFAULTS[estimator].pairs(3) == len(opt.estimator.pairs)
+        assert opt.directions.commons.shape[0] == pairs == DEFAULTS[estimator].pairs(3) == len(opt.estimator.pairs)
         assert DEFAULTS[estimator].passes(3) == sum(pair.looks for pair in opt.estimator.pairs)

@@ -106,8 +106,8 @@ class Log:
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("method", ["lomo", "own loss", "adalomo", "adam-offload", "lsp gpu", "lsp cpu"])
 def test_a_watch_learns_of_every_change(method: str, clip: float | None, placement: str) -> None:
-    """Before any home changes, the spine's included, the watch is told, so that its copies are the weights before the
-    step; and it is told when the change is done."""
+    """Before any home changes, the common unit included, the watch is told, so that its copies are the weights before
+    the step; and it is told when the change is done."""
     placement = "resident" if method == "own loss" else placement  # it needs all weights on the device
     model = keyhole.load(load().config, init="random", device="cpu", placement=placement)
     before = [home.clone() for home in model.engine.homes]
@@ -121,8 +121,8 @@ def test_a_watch_learns_of_every_change(method: str, clip: float | None, placeme
     model.engine.watch = log = Log(model)
     opt.step(TWO[0]) if loss is None else opt.backward(loss)
     opt.flush()
-    spine = model.layout.spine.index
-    assert log.told.count(("changed", spine)) == 1 and ("before", spine) in log.told
+    common = model.layout.common.index
+    assert log.told.count(("changed", common)) == 1 and ("before", common) in log.told
     for page, home in enumerate(model.engine.homes):
         changed = not torch.equal(home, before[page])
         assert changed == (("changed", page) in log.told), model.layout.units[page].name

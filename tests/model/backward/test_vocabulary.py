@@ -69,7 +69,7 @@ def test_the_loss_is_the_mean_over_all_passes() -> None:
     model = load("qwen2")
     vocabulary, sent = VocabularyGradients(model), model.to_device(BATCHES)
     with torch.no_grad(), model.sweep("test"):
-        spine = model.device_weights.acquire(model.layout.spine)
-        loss = vocabulary.loss([model.hidden(b) for b in sent], sent, spine)
+        common = model.device_weights.acquire(model.layout.common)
+        loss = vocabulary.loss([model.hidden(b) for b in sent], sent, common)
     total = sum(float(hf_nll(model.module, one).sum()) for one in BATCHES)
     assert float(loss) == pytest.approx(total / sum(b.token_count for b in sent), rel=1e-5)

@@ -13,15 +13,15 @@ from tests.model.decoders import batch, load
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_weights_are_copied_only_into_another_dtype(wire: str) -> None:
     """In the dtype of compute a unit is used where it lies; otherwise units of one place take turns in one buffer, and
-    those of another place, and the spine, have their own."""
+    those of another place, and the common unit, have their own."""
     model = load(wire=wire, dtype="bfloat16")
-    (first, second), spine = model.layout.of_kind("block")[:2], model.layout.spine
-    a, b, c = (model.engine.homes[unit.index] for unit in (first, second, spine))
+    (first, second), common = model.layout.of_kind("block")[:2], model.layout.common
+    a, b, c = (model.engine.homes[unit.index] for unit in (first, second, common))
     here, beside = (
         model.device_weights.in_compute_dtype(first, a),
         model.device_weights.in_compute_dtype(first, a, place=1),
     )
-    own = model.device_weights.in_compute_dtype(spine, c)
+    own = model.device_weights.in_compute_dtype(common, c)
     assert all(map(torch.equal, (here, beside, own), (a.bfloat16(), a.bfloat16(), c.bfloat16())))
     after = model.device_weights.in_compute_dtype(second, b)
     assert torch.equal(after, b.bfloat16()) and torch.equal(beside, a.bfloat16())

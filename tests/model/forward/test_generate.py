@@ -7,7 +7,7 @@ from tests.model.streaming import streamed
 from tests.model.test_model import Recording
 
 
-@pytest.mark.parametrize("kind", ["spine", "block", "head"])
+@pytest.mark.parametrize("kind", ["common", "block", "head"])
 def test_the_error_of_a_unit_that_cannot_be_brought_in_is_seen(kind: str) -> None:
     """Whatever the engine says, not that a unit which never came cannot be released; and the next call works."""
     resident = load()

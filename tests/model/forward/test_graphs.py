@@ -182,14 +182,14 @@ def alone(block: nn.Module) -> BlockGraphs:
     """Graphs of one block, without a model around it."""
     tensors = [SimpleNamespace(param=p) for p in block.parameters()]
     unit = SimpleNamespace(index=0, block=0, tensors=tensors, numel=20)
-    spine = SimpleNamespace(start=0)
+    common = SimpleNamespace(start=0)
     model = Around(
         device=torch.device("cpu"),
         dtype=torch.float32,
         methods=SimpleNamespace(low_rank=None),
         conductor=SimpleNamespace(steady=True, block_at_once=False, current=SimpleNamespace(index=0)),
-        layout=SimpleNamespace(of_kind=lambda kind: [unit], spine=spine),
-        binding=SimpleNamespace(spine_of={0: []}, spine=torch.empty(0)),
+        layout=SimpleNamespace(of_kind=lambda kind: [unit], common=common),
+        binding=SimpleNamespace(common_of={0: []}, common=torch.empty(0)),
         patches=SimpleNamespace(forward=lambda module, forward: setattr(module, "forward", forward)),
     )
     graphs = BlockGraphs(model, [block])
@@ -219,7 +219,7 @@ def test_inputs_that_are_handed_on_or_changed_are_seen(kind: type[nn.Module]) ->
 
 
 class Borrows(nn.Module):
-    """A block that also reads a weight which it shares with others, and which therefore lies in the spine."""
+    """A block that also reads a weight which it shares with others, and which therefore lies in the common unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,11 +231,11 @@ class Borrows(nn.Module):
 
 @pytest.mark.usefixtures("pretended")
 @torch.no_grad()
-def test_a_spine_that_lies_elsewhere_is_seen() -> None:
+def test_a_common_unit_that_lies_elsewhere_is_seen() -> None:
     block, x = Borrows(), torch.ones(2, 4)
     graphs = alone(block)
     for value in (1.0, 2.0):
-        graphs.held.binding.spine = block.shared[0].data = torch.full((4,), value)
+        graphs.held.binding.common = block.shared[0].data = torch.full((4,), value)
         for _ in range(3):
             assert torch.equal(block(x), graphs.ordinary[0](x))
     assert len(graphs.recordings) == 2 and all(graphs.checked.values())

@@ -52,13 +52,13 @@ def test_tiles_cover_their_matrix(name: str) -> None:
             tiles.setdefault(tensor.name, []).append(unit.rows)
             assert unit.start == tensor.start + first * tensor.shape[1] and unit.numel <= 1000 + 8 * tensor.shape[1]
             assert last == tensor.shape[0] or last % 8 == 0
-    spine = {tensor.name for tensor in layout.spine.tensors}
+    common = {tensor.name for tensor in layout.common.tensors}
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
     for tensor_name, rows in tiles.items():
         assert rows[0][0] == 0 and rows[-1][1] == shapes[tensor_name][0] and len(rows) > 1
         assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
         bias = tensor_name.replace("weight", "bias")
-        assert bias not in shapes or bias in spine
+        assert bias not in shapes or bias in common
     assert not any(unit.rows for unit in find_layout(module, 1, cut_rows=False).of_kind("block"))
 
 
@@ -77,7 +77,7 @@ def test_stacks_are_cut_into_experts(name: str) -> None:
             own = tensor.expert(e)
             assert unit.expert == e and unit.start == own.start and own.stop <= unit.stop < own.stop + ALIGN
     if name == "gpt_oss":
-        assert {t.name for t in layout.spine.tensors} > {t.name for t in layout.tensors if "proj_bias" in t.name}
+        assert {t.name for t in layout.common.tensors} > {t.name for t in layout.tensors if "proj_bias" in t.name}
     assert not find_layout(module, 1, cut_experts=False).has_expert_units
 
 

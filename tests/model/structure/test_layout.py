@@ -60,7 +60,7 @@ def test_cut_does_not_move_elements(name: str) -> None:
     whole, cut = find_layout(module), find_layout(module, max_unit_numel=1)
     assert whole.tensors == cut.tensors and whole.numel == cut.numel
     assert len(cut.of_kind("block")) >= len(whole.of_kind("block")) == whole.block_count
-    assert whole.spine.tensors == cut.spine.tensors
+    assert whole.common.tensors == cut.common.tensors
 
 
 @pytest.mark.parametrize(("name", "tied"), [("qwen2", True), ("llama", False), ("gpt2", True), ("phi", False)])
@@ -108,20 +108,20 @@ class _Decoder(nn.Module):
 
 
 @pytest.mark.parametrize("max_unit_numel", [None, 1])
-def test_shared_matrices_stay_on_the_spine(max_unit_numel: int | None) -> None:
+def test_shared_matrices_stay_in_the_common_unit(max_unit_numel: int | None) -> None:
     """A matrix that two blocks, or two layers of a block, share is placed once and never travels."""
     module = _Decoder()
     assert find_blocks(module) == list(module.layers)
     layout = find_layout(module, max_unit_numel)
     names = [tensor.name for tensor in layout.tensors]
     assert len(names) == len(set(names)) == len(list(module.parameters()))
-    spine = {tensor.name for tensor in layout.spine.tensors}
-    assert {"layers.0.b.weight", "layers.0.a.weight", "experts.0.weight", "head.bias"} <= spine
-    assert "layers.2.b.weight" not in spine
+    common = {tensor.name for tensor in layout.common.tensors}
+    assert {"layers.0.b.weight", "layers.0.a.weight", "experts.0.weight", "head.bias"} <= common
+    assert "layers.2.b.weight" not in common
 
 
-def test_model_without_blocks_is_all_spine() -> None:
+def test_model_without_blocks_is_all_common() -> None:
     """A single layer is not a list of like blocks: it is laid out, but there is nothing to stream."""
     layout = find_layout(build(config("llama", num_hidden_layers=1), torch.float32))
     assert layout.block_count == 0 and not layout.of_kind("block")
-    assert any("q_proj" in tensor.name for tensor in layout.spine.tensors)
+    assert any("q_proj" in tensor.name for tensor in layout.common.tensors)

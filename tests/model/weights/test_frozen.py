@@ -17,7 +17,7 @@ from tests.model.decoders import batch, config
 
 @pytest.mark.parametrize("wire, stored", [(None, 2), ("fp32", 4), ("bf16", 2), ("fp16", 2), ("fp8", 65 / 64)])
 def test_units_are_stored_in_their_format(wire: str | None, stored: float) -> None:
-    """Without one, in the dtype of compute, as are spine, table and head beside fp8, which has a scale for each 64."""
+    """Without one, in the dtype of compute, as are common, table and head beside fp8, which has a scale for each 64."""
     formats = Wire(torch.bfloat16, wire)
     for unit in find_layout(build(config("llama"), torch.bfloat16), max_unit_numel=1).units:
         packed, dtype = wire == "fp8" and unit.kind == "block", formats.home_dtype(unit)

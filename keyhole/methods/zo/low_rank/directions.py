@@ -61,7 +61,7 @@ class LowRank(Dense):
         self.layers.check()
         for p, pair in enumerate(looks.pairs):
             self.factors.perturb(p, self.perturbation(pair))
-        spines, m, size = self.spines.flatten(0, 1), len(looks.batches), looks.looks if self.layers.together else 1
+        commons, m, size = self.commons.flatten(0, 1), len(looks.batches), looks.looks if self.layers.together else 1
         shares, batches = [], []
         for first in range(0, looks.looks, size):
             for batch in looks.batches:
@@ -73,7 +73,7 @@ class LowRank(Dense):
             weights = None if unit is None else self.model.device_weights.acquire(unit)
             try:
                 for index, share in enumerate(shares):
-                    self.model.binding.bind(unit, weights, spines[share.first])
+                    self.model.binding.bind(unit, weights, commons[share.first])
                     resume(index)
             finally:
                 if unit is not None:
@@ -89,7 +89,7 @@ class LowRank(Dense):
             made = {p: self.rows(stale_MH, ids_M, looks.pairs[p]) for p in {look // 2 for look in looked}}
             return torch.cat([made[look // 2][look % 2] for look in looked])
 
-        with self.layers.carried(dict(enumerate(shares)), spines):
+        with self.layers.carried(dict(enumerate(shares)), commons):
             hidden = [x.chunk(size) for x in self.model.lockstep(batches, serve, rows_of, steady=steady)]
         firsts = range(0, len(hidden), max(1, m))  # the passes of a dense step are numbered by look
         return [hidden[first + i][look] for first in firsts for look in range(size) for i in range(m)]

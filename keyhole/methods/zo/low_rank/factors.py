@@ -28,7 +28,7 @@ A checkpoint holds the weights as they are at home, after the last fold, and wha
 the period, and the vectors), and for kept periods `kept`, their A one below the other. V is drawn again (with zo.guide
 it cannot be, and is saved: `directions`, `kept_v`). So a run resumes in the middle of a period, to the bit, and a
 checkpoint takes 4 n bytes more (OPT-13B, rank 2: 22 MB). If all factors are kept, blocks never change, and a checkpoint
-is *light*: it holds no model, but beside the factors the homes of other units (spine, table, head) in which something
+is *light*: it holds no model, but beside the factors the homes of other units (common, table, head) in which something
 is trained, and the run resumes from the original model.
 
 Bytes, for n numbers in all A and vectors, m in all V, L looks, b bytes per number in compute:

@@ -199,10 +199,10 @@ def _errors(
 ) -> list[torch.Tensor]:
     """[N, H] float32, per batch. positions: the N distinct ones, and which of them each trained token has."""
     head = VocabularyGradients(model)
-    swept(model, sent, lambda hidden, spine: [head.loss(hidden, sent, spine, loss_count=1)], at_home=True)
+    swept(model, sent, lambda hidden, common: [head.loss(hidden, sent, common, loss_count=1)], at_home=True)
     with model.engine.sweep("guide", [unit.index for unit in model.layout.head_units]):
         try:
-            head.spine = model.device_weights.acquire(model.layout.spine)
+            head.common = model.device_weights.acquire(model.layout.common)
             head.restart(1.0)
             grads = head.hidden_grads()
         finally:

@@ -41,7 +41,7 @@ class FactoredLayers(LowRank):
 
     def __init__(self, model: Model, factors: Factors, guide: Guide | None = None) -> None:
         """Makes the module's forward ask for the factors: in linear layers, in blocks before the first trained weight,
-        and in other modules with vectors of their own, in a block or in the spine."""
+        and in other modules with vectors of their own, in a block or in the common unit."""
         self.model: Model = weakref.proxy(model)  # which holds this object
         self.factors, self.guide, self.shares, self.differ = factors, guide, {}, set()
         self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(factors.parts.matrices)}
@@ -49,12 +49,12 @@ class FactoredLayers(LowRank):
         for vector in factors.parts.vectors:
             if id(vector.owner) not in self.by_layer:
                 self.by_owner.setdefault(id(vector.owner), []).append(vector)
-        spine = {id(t.param): t for t in model.layout.spine.tensors}
+        common = {id(t.param): t for t in model.layout.common.tensors}
         inside = model.module if model.classifies else model.head.decoder
         others = [m for m in inside.modules() if id(m) not in self.by_layer]
-        in_spine = {id(m): [spine[id(p)] for p in m._parameters.values() if id(p) in spine] for m in others}
-        self.in_spine: dict[int, list[FlatTensor]] = in_spine  # by module
-        owners = [m for m in others if in_spine[id(m)] or id(m) in self.by_owner]
+        in_common = {id(m): [common[id(p)] for p in m._parameters.values() if id(p) in common] for m in others}
+        self.in_common: dict[int, list[FlatTensor]] = in_common  # by module
+        owners = [m for m in others if in_common[id(m)] or id(m) in self.by_owner]
         plain = not model.classifies and not model.head.transforms
         self.together = plain and not any(any(owner.children()) for owner in owners)
         for layer in [matrix.layer for matrix in factors.parts.matrices]:
@@ -98,9 +98,9 @@ class FactoredLayers(LowRank):
     # -- what the layers ask for, in a pass ------------------------------------------------------------------------
 
     def graph_key(self) -> tuple[Share | int | None, ...] | None:
-        if not self.shares or not self.factors.folds or self.spines is None:
+        if not self.shares or not self.factors.folds or self.commons is None:
             return None
-        memory = (self.factors.looks, self.factors.v, self.spines)
+        memory = (self.factors.looks, self.factors.v, self.commons)
         return self.running, *(tensor.data_ptr() for tensor in memory)
 
     def added_to(self, layer: torch.nn.Module, x: torch.Tensor) -> Added | None:
@@ -114,9 +114,9 @@ class FactoredLayers(LowRank):
         flat = factors.now[None] if share is None else factors.looks[share.first : share.first + share.count]  # [L, n]
         if isinstance(matrix.bias, slice):
             bias = flat[:, matrix.bias]
-        elif matrix.bias is not None and self.spines is not None and share is not None:
-            begin = matrix.bias.start - self.model.layout.spine.start
-            bias = self.spines[share.first : share.first + share.count, begin : begin + matrix.outputs]
+        elif matrix.bias is not None and self.commons is not None and share is not None:
+            begin = matrix.bias.start - self.model.layout.common.start
+            bias = self.commons[share.first : share.first + share.count, begin : begin + matrix.outputs]
         elif (own := getattr(layer, "bias", None)) is not None:
             bias = own[None].expand(flat.shape[0], -1)
         earlier = factors.rooms[index] if factors.kept else None
@@ -128,9 +128,9 @@ class FactoredLayers(LowRank):
         for vector in self.by_owner.get(id(module), ()):
             vector.tensor.param.data = vector_at(flat, vector).to(self.model.dtype)
         if several:
-            assert self.spines is not None  # a pass carries several looks in a step only
-            for tensor in self.in_spine.get(id(module), ()):
-                tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
+            assert self.commons is not None  # a pass carries several looks in a step only
+            for tensor in self.in_common.get(id(module), ()):
+                tensor.param.data = view(self.commons[look], tensor, self.model.layout.common.start)
 
     # -- into the weights ------------------------------------------------------------------------------------------
 

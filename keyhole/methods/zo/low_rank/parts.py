@@ -10,7 +10,7 @@ of compute. Their elements have indices after those of the model's own elements,
     0 .. numel       numel' .. numel' + n        ..        + m           (each begins at a multiple of ALIGN)
     the model        factors: U of a step                  v of a period, its number as the step
 
-Norms and other tensors of the spine, the table and the head have no factors: they stay dense (methods/zo/update.py).
+Tensors of the common unit, the table and the head have no factors: they stay dense (methods/zo/update.py).
 
 Only a layer whose own forward is called can have factors. A matrix that other code uses (stacks of experts, the layers
 of a state-space mixer) cannot, and as a "vector" in float32 it would be too large: such models are refused.
@@ -36,7 +36,7 @@ LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes that compute x W^T + b 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The factors of one linear layer. bias: its index among the factors, or the tensor of the spine."""
+    """The factors of one linear layer. bias: its index among the factors, or the tensor of the common unit."""
 
     tensor: FlatTensor
     layer: nn.Module = field(repr=False)
@@ -103,7 +103,7 @@ def find_parts(model: Model | Skeleton, rank: int) -> Parts:
     """The parts of a model; UserError if it has no linear layers, too many other weights, or no matrix with room for
     the rank."""
     layout, tensors = model.layout, _trained(model.layout)
-    in_spine = {id(t.param): t for t in layout.spine.tensors}
+    in_common = {id(t.param): t for t in layout.common.tensors}
     layers = {id(layer.weight): layer for layer in called_layers(model.blocks)}
     shapes = {}
     for i, (rows, columns) in {i: tensor.shape for i, tensor in tensors.items() if i in layers}.items():
@@ -120,7 +120,7 @@ def find_parts(model: Model | Skeleton, rank: int) -> Parts:
     matrices, a_end, v_end = [], 0, 0
     for i, (inputs, outputs, transposed) in shapes.items():
         bias = getattr(layers[i], "bias", None)
-        place = places.get(id(bias)) or (in_spine.get(id(bias)) if bias is not None else None)
+        place = places.get(id(bias)) or (in_common.get(id(bias)) if bias is not None else None)
         a, v = slice(a_end, a_end + rank * outputs), slice(v_end, v_end + rank * inputs)
         matrices.append(Matrix(tensors[i], layers[i], inputs, outputs, transposed, a, v, place))
         a_end, v_end = a.stop, v.stop
