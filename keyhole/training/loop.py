@@ -120,7 +120,7 @@ class Leader:
         """Writes the last checkpoint, and publishes its model, or the best step's, at the top of the output
         directory."""
         run, root, saves = self.run, self.run.directory.root, self.run.config.save_model
-        is_whole = run.done == run.total
+        is_whole = run.done >= run.total
         if not is_whole:
             run.say(f"the run ends after step {run.done}: {run.ends}")
         self.settle()

@@ -99,7 +99,7 @@ class Run:
     @property
     def is_last(self) -> bool:
         """Whether no step follows."""
-        return self.done == self.total or self.ends is not None
+        return self.done >= self.total or self.ends is not None
 
     def is_asked(self) -> bool:
         """Whether a signal has asked the run to stop after this step."""

@@ -179,7 +179,9 @@ def test_moved_model_and_data_are_known_by_their_content(make: Make, tmp_path: P
         train(replace(moved, max_steps=7), resume="")
 
 
-def test_resuming_a_finished_run_changes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_a_finished_run_changes_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """There is nothing left to do: exit code 0, the same weights, the same metrics. The model gets the
     tokenizer of the data."""
     config, given, load_model = make(), [], build.load_model
@@ -192,8 +194,10 @@ def test_resuming_a_finished_run_changes_nothing(make: Make, monkeypatch: pytest
     monkeypatch.setattr(build, "load_model", load)
     train(config)
     before, entries = weights(config.output_dir), metrics(config)
-    assert train(config, resume="") == 0 and given == [True, True]
-    assert same(before, weights(config.output_dir)) and metrics(config) == entries
+    for again in (config, replace(config, max_steps=config.max_steps - 2)):  # fewer steps than were made
+        assert train(again, resume="") == 0 and "None" not in capsys.readouterr().out
+        assert same(before, weights(config.output_dir)) and metrics(config) == entries
+    assert given == [True, True, True]
 
 
 def test_resume_without_a_checkpoint_starts(make: Make, capsys: pytest.CaptureFixture) -> None:
