@@ -53,6 +53,7 @@ FIRST_ORDER = {
     "lomo": {"method": "lomo", "learning_rate": 2e-2, "max_grad_norm": 1.0},
     "lomo-lora": LOMO_LORA,
 }
+MUON = {"method": "muon", "learning_rate": 3e-5}
 RTE = {"lomo": {"learning_rate": 4e-2}, "adalomo": {"learning_rate": 3e-4}}  # SST-2's do not suit it
 ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
 BF16 = {"dtype": "bfloat16"}
@@ -193,6 +194,11 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "sst2-zo-fzoo": ("sst2", [0], FZOO | {"max_steps": 666, "eval_steps": 222}),
     "sst2-zo-2000": ("sst2", [0], FZOO | {"learning_rate": [5e-4, 1e-3, 2e-3], "max_steps": 222, "eval_steps": 111}),
     **{f"sst2-{name}": ("sst2", [0, 1, 2], how | first_order(5)) for name, how in FIRST_ORDER.items()},
+    **{
+        f"{task}-muon-{moments}": (task, [1, 2, 3, 4, 5], MUON | {"muon": {"moments": moments}} | first_order(5))
+        for task in ("sst2", "qnli", "boolq")
+        for moments in ("bfloat16", "float32")
+    },
     "sst2-adam-offload-rates": (
         "sst2",
         [0],
