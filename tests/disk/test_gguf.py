@@ -95,6 +95,8 @@ HARMS = {
     "before the data of": header(1, 1, LLAMA + ONE),
     "is of type 99": header(1, 1, LLAMA + ONE[:-12] + struct.pack("<IQ", 99, 0)),
     "cannot have": header(1, 1, LLAMA + text("output.weight") + struct.pack("<IQQIQ", 2, 33, 1, 2, 0)),
+    r"shape \(\), which F32 cannot": header(1, 1, LLAMA + text("output.weight") + struct.pack("<IIQ", 0, 0, 0)),
+    r"shape \(0,\), which F32 cannot": header(1, 1, LLAMA + text("output.weight") + struct.pack("<IQIQ", 1, 0, 0, 0)),
     "of no model of architecture": header(1, 1, LLAMA + text("../../etc") + struct.pack("<IQIQ", 1, 32, 0, 0)),
     "in the middle of its": header(1, 1, LLAMA + text("output.weight") + struct.pack("<I", 2**31)),
     "alignment": header(0, 1, text("general.alignment") + struct.pack("<II", 4, 0)),
