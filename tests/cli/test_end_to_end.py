@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from keyhole import assets
 from keyhole.cli import main
+from keyhole.config import load_config
 from keyhole.methods import METHODS
 from tests.matrix import in_every_run
 
@@ -30,6 +31,31 @@ def config(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> Path:
         f"output_dir: {tmp_path / 'out'}\nmax_steps: 4\nbatch_size: 4\nmax_length: 64\ndevice: cpu\n"
     )
     return path
+
+
+@in_every_run(lambda method: method in ("zo", "lsp", "lomo-lora", "adam-offload", "sgd"))
+@pytest.mark.parametrize("method", METHODS)
+def test_train_with_every_method(config: Path, method: str, capsys: Any) -> None:
+    """Each method runs from the command line, and the config it stores runs again and means the same."""
+    assert main(["train", str(config), f"method={method}"]) == 0
+    out = config.parent / "out"
+    assert (out / "model.safetensors").exists() and (out / "run" / "metrics.jsonl").exists()
+    stored, warnings = load_config(out / "run" / "config.yaml")
+    assert stored == load_config(config, [f"method={method}"])[0] and warnings == []
+
+
+def test_placement_and_switches_change_no_number(config: Path) -> None:
+    """Streamed, with graphs and without: the same weights as resident, and the same metrics but for times and bytes."""
+    found = []
+    for name, words in {"resident": [], "stream": ["placement=stream"], "slow": ["offload.graphs=false"]}.items():
+        out = config.parent / name
+        assert main(["train", str(config), f"output_dir={out}", *words]) == 0
+        rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+        learned = [
+            {key: row.get(key) for key in ("step", "loss", "eval_loss", "learning_rate", "epoch")} for row in rows
+        ]
+        found.append(((out / "model.safetensors").read_bytes(), learned))
+    assert found[0] == found[1] == found[2] and len(found[0][1]) >= 4
 
 
 def truncated(model: Path) -> None:
