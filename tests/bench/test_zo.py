@@ -44,6 +44,8 @@ def test_quick_run_end_to_end(tmp_path: Path, capsys: Any) -> None:
         assert all(r["losses"] == records[f"{start}resident"]["losses"] for r in streamed)
     assert records["6.7B-bf16-b1-streamed"]["bytes_down"] > 0  # up: so few blocks never leave their slots
     assert found["commit"] and found["quick"] and found["machine"]["versions"]["torch"]
+    gpus = ", ".join(gpu["name"] for gpu in found["machine"]["gpus"]) or "none"
+    assert f"GPU: {gpus}; driver" in markdown and f"torch {torch.__version__}" in markdown
     assert "reproduce: `keyhole bench zo --quick" in markdown
     assert markdown.count("| equal ") >= 2 + 2 + 6 and "DIFFER" not in markdown
     assert {n for n in records if "wire" in n} >= {f"6.7B-bf16-b1-streamed-wire_{f}" for f in ("fp32", "bf16", "fp8")}
