@@ -7,7 +7,6 @@ from keyhole.bench.measure import clear_device
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_a_limit_is_removed_from_a_device_with_or_without_an_index(name: str) -> None:
     """torch itself refuses to set the share of "cuda"."""
