@@ -111,8 +111,9 @@ class AttachedMethods:
         self._versions: list[int] | None = None  # of parameters, after the last step; None: no method was made yet
         self._plain: list[FlatTensor] = []  # whose parameters point to their homes, and the addresses of these
         self._addresses: list[int] = []
-        self._tables: list[dict[str, Any]] = []  # of the module and all modules in it: parameters and modules by name
-        self._members: list[object] = []  # the values of these tables, when they were last checked
+        self.parts = list(module.modules())  # the module and all modules in it, when it was last checked, and
+        self._tables: list[dict[str, Any]] = []  # their parameters and modules by name
+        self._members: list[object] = []  # the values of these tables
 
     def check_new(self, name: str) -> None:
         """Called before a method of this name is made: refuses one that would replace adapters, or train below them."""
@@ -223,7 +224,8 @@ class AttachedMethods:
                 f"model: {added} was added to the module after keyhole.load, and would be neither trained nor saved; "
                 "save a model that has it, and load that (adapters: method lora or lomo-lora)"
             )
-        self._tables = [table for one in self.module.modules() for table in (one._parameters, one._modules)]
+        self.parts = list(self.module.modules())
+        self._tables = [table for one in self.parts for table in (one._parameters, one._modules)]
         self._members = list(chain.from_iterable(map(dict.values, self._tables)))
 
     def homes_written(self) -> None:

@@ -9,11 +9,13 @@ a call at once, but at the memory addresses of its capture. So a call is recorde
     capture    the call on static memory, on a stream of its own (one for all: cuBLAS keeps a workspace per stream)
     verify     the first replay has to give the bits of the eager call; else this key runs eagerly from then on. So
                graphs change no number
-    replay     copies its inputs into static memory, launches the graph, and copies the results out
+    replay     copies its inputs into static memory, and launches the graph
 
 All graphs share one memory pool for their temporaries, so any replay may overwrite what another one has left there:
-results are copied before the next one. An input has a place for each shape, and is not copied if that very tensor was
-copied there last: rotary tables and masks are copied once per pass, not once per block.
+results are copied out, or, of blocks, to static memory by the graph itself. An input has a place for each shape, and is
+not copied if that very tensor was copied there last: rotary tables and masks are copied once per pass, not once per
+block. Nor if it is the result of another graph in static memory, such as the hidden states: its address is a part of
+the key.
 
 A pool is freed with its last graph. One whose capture has failed may be refused later (machine/gpu.py), so the
 next capture gets a new one.
@@ -82,6 +84,8 @@ class Recorder:
         self.stream: accelerator.Stream | None = None
         self.places: dict[Hashable, _Place] = {}
         self.fixed: set[int] = set()  # their addresses
+        self.results: dict[Hashable, torch.Tensor] = {}  # flat memory for results of graphs
+        self.at: set[int] = set()  # its addresses
 
     def is_due(self, kind: Hashable) -> bool:
         """Counts a call; whether it is to be captured or replayed."""
@@ -113,7 +117,8 @@ class Recorder:
             return None
         finally:
             accelerator.synchronize(self.device)
-            self.spare.held["static memory"] = sum(place.memory.nbytes for place in self.places.values())
+            places = [place.memory for place in self.places.values()]
+            self.spare.held["static memory"] = sum(memory.nbytes for memory in [*places, *self.results.values()])
 
     def new_pool(self) -> Pool:
         """A pool of memory for temporaries of graphs."""
@@ -129,7 +134,7 @@ class Recorder:
         """Drops all recordings, and their static memory."""
         if self.device.type == ACCELERATOR:  # the last replay may be running
             accelerator.synchronize(self.device)
-        for kept in (self.recordings, self.seen, self.places, self.fixed):
+        for kept in (self.recordings, self.seen, self.places, self.fixed, self.results, self.at):
             kept.clear()
         self.pool = None
         for kind in ("graphs", "kept graphs", "static memory"):
@@ -156,6 +161,8 @@ class Recorder:
 
     def place_of(self, owner: Hashable, i: int, value: torch.Tensor) -> torch.Tensor:
         """Static memory for input i, with this value in it. owner: inputs of other owners lie elsewhere."""
+        if value.data_ptr() in self.at:
+            return value
         key = (owner, i, value.shape, value.stride(), value.dtype)
         if key not in self.places:
             self.places[key] = _Place(value)
@@ -165,6 +172,24 @@ class Recorder:
     def copy_in(self, owner: Hashable, values: Values) -> Values:
         """The values with their tensors in static memory."""
         return [self.place_of(owner, i, v) if isinstance(v, torch.Tensor) else v for i, v in enumerate(values)]
+
+    def results_like(self, owner: Hashable, result: Any) -> Any:
+        """Static memory for what graphs of this owner leave, like this result; for all shapes the same."""
+
+        def place(i: int, value: torch.Tensor) -> torch.Tensor:
+            if not value.is_contiguous():
+                return self.place_of(owner, i, value)
+            flat = self.results.get((owner, i, value.dtype))
+            if flat is None or flat.numel() < value.numel():  # graphs hold the smaller one as long as they write to it
+                self.results[owner, i, value.dtype] = flat = torch.empty_like(value).view(-1)
+                self.at.add(flat.data_ptr())
+            return flat[: value.numel()].view(value.shape)
+
+        return with_tensors(result, iter([place(i, tensor) for i, tensor in enumerate(tensors_of(result))]))
+
+    def addresses(self, values: Values) -> tuple[int, ...]:
+        """Of the values that are results of graphs: a graph that reads them reads them there."""
+        return tuple([v.data_ptr() if isinstance(v, torch.Tensor) and v.data_ptr() in self.at else 0 for v in values])
 
 
 # -- values with tensors in them --------------------------------------------------------------------------------------
@@ -199,6 +224,17 @@ def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {name: with_tensors(part, tensors) for name, part in value.items()}
     return type(value)(with_tensors(part, tensors) for part in value) if isinstance(value, tuple | list) else value
+
+
+def copying(run: Callable[[], object], places: Any) -> Callable[[], Any]:
+    """run, whose tensors are copied to those of `places`, which it returns."""
+
+    def copies() -> Any:
+        for place, made in zip(tensors_of(places), tensors_of(run()), strict=True):
+            place.copy_(made.detach())
+        return places
+
+    return copies
 
 
 def copied(value: Any) -> Any:

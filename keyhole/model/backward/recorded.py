@@ -24,8 +24,11 @@ second output would overwrite the first), the user has no hook in it (recorder.p
 but its own, and the sink's `linear` can be recorded (sink.py: any other sink that takes gradients as tensors is wrapped
 in UnitGradients).
 
-Bytes per pass and shape: the static inputs of a block, a gradient, and in the pool one block's activations; where
-activations are kept, inputs and activations of all blocks.
+A block's output and the gradient of its input are static memory that the graph writes and the next block's graph reads:
+nothing is copied between two graphs. Gradients of inputs lie in two places that take turns.
+
+Bytes per pass: outputs of all blocks and two gradients, of the longest shape; per shape, in the pool one block's
+activations, or, where they are kept, those of all blocks.
 """
 
 from collections.abc import Callable, Hashable
@@ -44,7 +47,17 @@ from keyhole.model.backward.sink import NOTHING, HandOver, RecordableSink, Sink,
 from keyhole.model.backward.tape import KeptInputs, RunAgain
 from keyhole.model.forward.blocks import SMALL_FLOP
 from keyhole.model.model import Model
-from keyhole.model.recorder import OTHER_BITS, Pool, Recorder, Recording, UsersHooks, copied, signature_of, tensors_of
+from keyhole.model.recorder import (
+    OTHER_BITS,
+    Pool,
+    Recorder,
+    Recording,
+    UsersHooks,
+    copied,
+    copying,
+    signature_of,
+    tensors_of,
+)
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.layout import Unit
 from keyhole.weak import weakly
@@ -140,17 +153,17 @@ class RecordedBlocks(Recorder):
         self.visited.add(here)
         self.ran.pop(here, None)
         key = self._key("forward", visit, visit.values)
-        if key is None or not self.is_due(key) or not self.may_run(key):
+        if key is None or not self.is_due(key) or not self.may_run(key := (*key, self.addresses(visit.values))):
             return visit.run_first()
         if (one := self.recordings.get(key)) is None:
             return self._record_forward(visit, key), []
         self.ran[here] = one
         self._static(visit)
-        return copied(one.replay()), []
+        return one.replay(), []
 
     def _static(self, visit: KeptInputs) -> Values:
-        """The visit's inputs in static memory. What has a gradient, such as the hidden states, has a place of the
-        block's own if activations may be kept: the block's graph reads it in the backward pass."""
+        """The visit's inputs in static memory. What has a gradient, and was not left there by a graph, has a place of
+        the block's own if activations may be kept: the block's graph reads it in the backward pass."""
         own = (visit.index, visit.block if self.kept is not None else 0)
         return [
             self.place_of(own if i in visit.origins else visit.index, i, v) if isinstance(v, torch.Tensor) else v
@@ -161,6 +174,7 @@ class RecordedBlocks(Recorder):
         """Runs a block eagerly, and captures it: if there is room, together with its autograd graph."""
         here, of = (visit.index, visit.block), (visit.index, key[3])
         expected, static = visit.run_first()[0], self._static(visit)
+        places = self.results_like(("output", *here), expected)
         self.recordings[key] = None
         if self.kept is not None and self.kept.has_room(self.tokens[visit.index]):
             # read by tensors with version counters of their own: static memory changes before each use of the graph
@@ -173,17 +187,19 @@ class RecordedBlocks(Recorder):
 
             self._rehearse(run)
             kept.clear()  # else nodes of its parameters, of the ordinary stream, would be those of the captured graph
-            self.verify(key, self.capture(run, self._kept_pool(of, visit.block), "kept graphs"), expected)
+            pool = self._kept_pool(of, visit.block)
+            self.verify(key, self.capture(copying(run, places), pool, "kept graphs"), expected)
             if (one := self.recordings[key]) is None:  # a pool goes with its last graph
                 self.kept_pools.pop(of)
             else:
                 one.kept = kept
         if self.recordings[key] is None:
             self._rehearse(lambda: visit.run_first(static))
-            self.verify(key, self.capture(lambda: visit.run_first(static)[0]), expected)
-        if (one := self.recordings[key]) is not None:
-            self.ran[here] = one
-        return expected
+            self.verify(key, self.capture(copying(lambda: visit.run_first(static)[0], places)), expected)
+        if (one := self.recordings[key]) is None:
+            return expected
+        self.ran[here] = one
+        return one.result
 
     def _rehearse(self, run: Callable[[], object]) -> None:
         """Compiled blocks (the only ones that we do not recompute): what is compiled now is not in the capture."""
@@ -210,8 +226,9 @@ class RecordedBlocks(Recorder):
         first, ran = self._key("reverse", visit, [*visit.values, *grads]), self.ran.get((turn, block))
         if first is None or not isinstance(sink, RecordableSink) or (state := sink.state(self.units_of[block])) is None:
             return False
-        key = (*first, state, ran is not None and bool(ran.kept))
-        if not self.is_due(key) or ran is None or not self.may_run(key):
+        kept = ran is not None and bool(ran.kept)
+        key = (*first, self.addresses([*visit.values, *grads]), state, kept)
+        if not self.is_due((*first, state, kept)) or ran is None or not self.may_run(key):
             return False
         own = [param for param in self.parameters[block] if param.requires_grad]
         found: tuple[Gradients, Values] | None
@@ -223,14 +240,15 @@ class RecordedBlocks(Recorder):
             if not ran.kept:  # a graph that was kept has the inputs
                 self._static(visit)
             self.copy_in(("gradient", turn), grads)
-            of_inputs, of_parameters = one.replay()
-            found = copied(of_inputs), of_parameters
+            found = one.replay()
             sink.received |= {tensor.name: (tensor, gradients.stored[id(tensor.param)]) for tensor in one.offers}
         for param, grad in zip(own, found[1], strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad
                 gradients.accumulated(param)
-        visit.pass_on(found[0])
+        below = [visit.origins[i] for i in found[0]]
+        reads = all(isinstance(origin, tuple) and origin[0].block == block - 1 for origin in below)
+        visit.pass_on(found[0] if reads else copied(found[0]))  # the next block but one overwrites them
         return True
 
     def _record_reverse(
@@ -257,21 +275,20 @@ class RecordedBlocks(Recorder):
         if sum(g.numel() for g in tensors_of(expected[1])) <= MOST_PARAMETERS:
             inputs = [] if kept else self._static(visit)
             of_outputs = self.copy_in(("gradient", visit.index), grads)
-            of_parameters = self.copy_in(("parameter gradient", visit.index, visit.block), expected[1])
+            places = (
+                self.results_like(("input gradient", visit.index, visit.block % 2), expected[0]),
+                self.copy_in(("parameter gradient", visit.index, visit.block), expected[1]),
+            )
 
             def run() -> tuple[Gradients, Values]:
                 sink.received = dict(received)
                 made = kept[0] if kept else visit.graph(inputs, run_again)[0]
-                of_inputs, found = made.backward(of_outputs, own, keep=bool(kept))
-                for place, grad in zip(of_parameters, found, strict=True):
-                    if grad is not None:
-                        place.copy_(grad)
-                return of_inputs, of_parameters
+                return made.backward(of_outputs, own, keep=bool(kept))
 
             self._rehearse(run)
             for flat, old in zip(memory, before, strict=True):
                 flat.copy_(old)
-            one = self.capture(run)
+            one = self.capture(copying(run, places))
         self.verify(key, one, expected)
         if one is not None:
             one.offers = offers
@@ -282,4 +299,4 @@ class RecordedBlocks(Recorder):
         for flat, new in zip(memory, after, strict=True):
             flat.copy_(new)
         sink.received = noted  # the run that is captured may have been aborted
-        return expected
+        return expected if (one := self.recordings[key]) is None else one.result

@@ -182,7 +182,7 @@ class Reverse:
     def _tape(self, batches: list[DeviceBatch]) -> Tape:
         """What this step keeps: decided here, once."""
         tokens, recorded = [one.inputs["input_ids"].numel() for one in batches], self.recorded
-        may_draw = any(part.training for part in self.model.module.modules())
+        may_draw = any(part.training for part in self.model.methods.parts)
         if recorded is not None and not recorded.spare.covers(tokens):
             recorded.end()
             self.recorded = recorded = None

@@ -223,6 +223,7 @@ class UnitGradients(RecordableSink):
         self.recorded, blocks = recorded, layout.of_kind("block")
         begins = {unit.block: unit.start for unit in reversed(blocks)}
         self.begin_of = {t.start: t.start - begins[unit.block] for unit in blocks for t in unit.tensors}
+        self.views: dict[int, torch.Tensor] = {}
         trains = any(tensor.param.requires_grad for tensor in layout.tensors)
         numel = block_bytes(layout, itemsize=1) if trains else 0
         self.buffer = torch.zeros(numel, dtype=dtype, device=recorded.spare.device)  # no nan: compared
@@ -237,8 +238,10 @@ class UnitGradients(RecordableSink):
 
     def view(self, tensor: FlatTensor) -> torch.Tensor:
         """The tensor's place in the buffer."""
-        begin = self.begin_of[tensor.start]
-        return self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
+        if tensor.start not in self.views:
+            begin = self.begin_of[tensor.start]
+            self.views[tensor.start] = self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
+        return self.views[tensor.start]
 
     def state(self, units: list[Unit]) -> Hashable:
         """Whether the next products overwrite or add."""
