@@ -46,7 +46,7 @@ KNOWN = ("keyhole.", "transformers.utils.output_capturing")  # modules whose hoo
 class Recording:
     """A CUDA graph, and the value whose tensors it writes."""
 
-    def __init__(self, graph: accelerator.CUDAGraph, result: object) -> None:
+    def __init__(self, graph: accelerator.CUDAGraph, result: Any) -> None:
         self.graph, self.result = graph, result
         self.kept: Values = []  # of a block's forward: its autograd graph, if that is kept
         self.offers: list[FlatTensor] = []  # of a block's reverse: tensors whose products the sink has accepted
