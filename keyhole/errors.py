@@ -60,3 +60,12 @@ class UserError(ValueError):
 
 class NonFinite(UserError):
     """A loss, a gradient or a weight is NaN or infinite."""
+
+
+class Mixed(NonFinite):
+    """A step was applied to a part of the weights, which are of two steps now: nothing may be written from them."""
+
+    def with_way_back(self, checkpoint: Path | None) -> "Mixed":
+        """The same error, with the newest sound checkpoint."""
+        good = "no checkpoint was written before it" if checkpoint is None else f"the newest sound one is {checkpoint}"
+        return Mixed(f"{self}\n  {good}")

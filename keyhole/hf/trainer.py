@@ -36,9 +36,10 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from keyhole.checkpoint.state import State
-from keyhole.errors import UserError
+from keyhole.errors import Mixed, UserError, warn
 from keyhole.hf import checkpoints, refusals
 from keyhole.hf.arguments import KeyholeArguments, load_model, make_method, wanted
+from keyhole.machine.text import counted
 from keyhole.methods.base import Method
 from keyhole.model.classification import MULTI_LABEL, REGRESSION, problem_of
 from keyhole.model.model import Model
@@ -82,6 +83,7 @@ class KeyholeMixin(Base):
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[dict[str, torch.Tensor]] = []
         self._uncounted: int | None = None  # steps counted at the last update
+        self._skipped: torch.Tensor | int = 0  # steps whose loss was not finite, and that nobody was told of
         self._trained: list[str] = []  # what was trained when the method was made
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
         super().__init__(model=self.keyhole.module, args=args, **options)
@@ -94,12 +96,19 @@ class KeyholeMixin(Base):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **options: object) -> object:
         """The Trainer's; micro-batches of a step that an earlier call did not finish are dropped. True: from the newest
-        checkpoint that is complete."""
-        self._collected, self._uncounted = [], None
+        checkpoint that is complete. Mixed, with its name, if a step was applied in part."""
+        self._collected, self._uncounted, root = [], None, Path(str(self.args.output_dir))
         if resume_from_checkpoint is True and self.args.output_dir is not None:
-            found = checkpoints.newest_complete(Path(self.args.output_dir))
+            found = checkpoints.newest_complete(root)
             resume_from_checkpoint = True if found is None else str(found)
-        return super().train(resume_from_checkpoint, *args, **options)
+        try:
+            done = super().train(resume_from_checkpoint, *args, **options)
+            self.method.flush()
+            self._look_back()
+            return done
+        except Mixed as error:
+            checkpoints.drop_begun(root / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            raise error.with_way_back(checkpoints.newest_complete(root)) from error
 
     # -- the model is not moved ------------------------------------------------------------------------------------
 
@@ -132,7 +141,25 @@ class KeyholeMixin(Base):
             return torch.zeros((), device=self.args.device)
         batches, self._collected = self._collected, []
         self._uncounted = self.state.global_step
-        return self.method.step(batches).detach().to(self.args.device)
+        loss = self.method.step(batches).detach()
+        self._skipped = self._skipped + ~torch.isfinite(loss)  # on the device: nothing waits for it
+        return loss.to(self.args.device)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._look_back()
+        super()._maybe_log_save_evaluate(*args, **options)
+
+    def _look_back(self) -> None:
+        """Mixed if the last step was applied in part; a warning if the loss of some was not finite."""
+        self.keyhole.methods.check_whole()
+        skipped, self._skipped = int(self._skipped), 0
+        if skipped:
+            warn(
+                f"loss: NaN or infinite in {counted(skipped, 'step')} up to step {self.state.global_step}, whose "
+                "updates are left out; likely: a learning_rate that is too high (try a third of it), float16, or the "
+                "batches"
+            )
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
         """The norm before clipping; the step has already clipped."""
@@ -173,8 +200,7 @@ class KeyholeMixin(Base):
     def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         """Saves the model (by keyhole), the tokenizer, and the arguments."""
         directory = Path(output_dir or self.args.output_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        self.keyhole.save_pretrained(directory)
+        self.keyhole.save_pretrained(directory)  # makes the directory, if it may write
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(directory)

@@ -207,16 +207,18 @@ class Method:
 
     def flush(self) -> None:
         """Applies deferred updates: afterwards the weights at home are those after the last step, and the caller may
-        change them."""
+        change them. Mixed if that step was applied in part."""
         with with_gradients():
             self.model.methods.take_changes()
             self._flush()
+            self.model.methods.check_whole()
             self.model.methods.flushed()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
         """Everything except the weights that a resumed run needs, whose it is included. Flushes."""
+        self.model.methods.check_whole()
         return self._named(self._state())
 
     def deferred_state(self) -> State | None:
@@ -294,7 +296,7 @@ class Method:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the last step was applied to all weights, or to none."""
+        """Whether the last step was applied to all weights, or to none. Waits until that is known."""
         return True
 
     @property

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from keyhole.errors import UserError, listed, warn
+from keyhole.errors import Mixed, UserError, listed
 from keyhole.model.forward.binding import DeviceWeights
 from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.spare_memory import Placed
@@ -81,7 +81,7 @@ class Attached(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the last step was applied to all weights, or to none."""
+        """Whether the last step was applied to all weights, or to none. Waits until that is known."""
 
     @property
     def addon(self) -> Addon | None:
@@ -141,6 +141,7 @@ class AttachedMethods:
             )
         self.apply_deferred()
         self.engine.wait_for_homes()  # the new method may read them at once; another may still be writing them
+        self.check_whole()
         if self.low_rank is not None:
             self.low_rank.settle()
         self.take_changes(method)
@@ -276,12 +277,14 @@ class AttachedMethods:
             self.engine.wait_for_homes()
             self._writes = False
 
-    def warn_of_part(self) -> None:
-        """Called before the model is saved: warns if a step was broken off, and its weights mix two steps."""
+    def check_whole(self) -> None:
+        """Called before weights or a state are written, or trained on: Mixed if a step was applied to a part of them.
+        Whatever writes goes through one of its callers (weights/save.py, checkpoint/writer.py, Method.state_dict)."""
         for name in (method.name for method in self.trained if not method.is_whole):
-            warn(
-                f"save_pretrained: the last step of {name} was applied to a part of the weights only (an interrupt, an "
-                "error, a gradient that is not finite), so what is saved mixes two steps; go on from a checkpoint",
+            raise Mixed(
+                f"{name}: a gradient was not finite, or an error came in between, and a part of the last step had been "
+                "applied: the weights in memory are not usable, and are not saved. Go on from the last checkpoint; "
+                "with max_grad_norm set, gradients that are not finite are found before anything changes"
             )
 
     def step_done(self) -> None:

@@ -328,7 +328,6 @@ class Model:
         if not isinstance(path, str | Path) or not str(path):
             raise UserError(f"save_pretrained: found {path!r}, expected the path of a directory ('.' is this one)")
         self.apply_deferred()
-        self.methods.warn_of_part()
         save_model(self, Path(path))
 
     def close(self) -> None:

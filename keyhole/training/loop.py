@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from keyhole.checkpoint.state import TENSORS
 from keyhole.checkpoint.writer import split_state
-from keyhole.errors import NonFinite, UserError
+from keyhole.errors import Mixed, NonFinite, UserError
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.text import counted, printable
 from keyhole.model.structure.source import has_adapter
@@ -66,6 +66,8 @@ class Leader:
                 code = self.loop()
             run.call(Command.END, code)
             return code
+        except Mixed as error:
+            raise error.with_way_back(self.saver.newest_good()) from error
         except NonFinite as error:
             alone = not run.model.engine.shared and not run.model.sharded
             broken = first_bad_tensor(run.model.named_tensors()) if alone else None

@@ -172,12 +172,8 @@ class AdamOffload(GradientMethod, Sink):
 
     def _settle(self) -> None:
         self.updates.settle()
-        if not self.is_whole:
-            raise UserError(
-                "the last step was applied in part: a gradient was not finite, or an error came in between. The "
-                "weights in memory are not usable. Go on from the last checkpoint; with max_grad_norm set, nothing "
-                "changes before the whole gradient is known"
-            )
+        if self._is_mixed:
+            self.model.methods.check_whole()
 
     def _flush(self) -> None:
         """Waits for all updates: the weights at home are those after the last step."""
@@ -190,9 +186,16 @@ class AdamOffload(GradientMethod, Sink):
         self._settle()
 
     @property
+    def _is_mixed(self) -> bool:
+        """Whether the last step was applied in part, by the updates that are done."""
+        return self.current.bad and self.current.applied
+
+    @property
     def is_whole(self) -> bool:
-        """Whether the last step was not applied in part."""
-        return not (self.current.bad and self.current.applied)
+        """Waits for all updates."""
+        if not self.is_settled and self._end.alive:
+            self.exchange.drain()
+        return not self._is_mixed
 
     @property
     def is_settled(self) -> bool:

@@ -79,7 +79,7 @@ class LOMO(GradientMethod):
 
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         if self.reads or (self.broken is not None and self.broken.arrived):
-            self.raise_if_broken()
+            self.model.methods.check_whole()
         update, factor = self.update, 1.0 if self.loss_scale is None else self.loss_scale.scale
         update.tally.zero_()
         self._drop_beside()  # gradients of a step that broke off
@@ -117,6 +117,8 @@ class LOMO(GradientMethod):
         (applied,) = flags.read()
         self.step_count -= not applied
         self._count(applied)
+        if self.model.device.type != ACCELERATOR:  # there it is asked before the next step, and before a save
+            self.model.methods.check_whole()
 
     def _run(self, backward: Backward, factor: float, last: bool) -> None:
         """One backward pass, and what it adds up over ranks."""
@@ -157,23 +159,10 @@ class LOMO(GradientMethod):
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
-    def raise_if_broken(self) -> None:
-        """Raises if a non-finite gradient or an error came during a backward pass: blocks above were updated."""
-        if not self.is_whole:
-            raise UserError(
-                f"step {self.step_count}: a gradient is not finite, or an error came in between, and part of the step "
-                "had been applied: the weights in memory are not usable. Go on from the last checkpoint; with "
-                "max_grad_norm set, gradients that are not finite are found before anything changes"
-            )
-
     @property
     def is_whole(self) -> bool:
-        """Whether no step was applied in part."""
+        """Whether no non-finite gradient and no error came during a backward pass: blocks above were updated."""
         return not (self.step_count and int(self.update.tally.bad))
-
-    def _flush(self) -> None:
-        """Nothing is deferred; raises if the weights are broken."""
-        self.raise_if_broken()
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """Numbers of the last step, on the device. grad_norm: of the whole gradient, unclipped; changed: share of

@@ -83,7 +83,7 @@ class LSP(GradientMethod):
         return 2 if self.settings.checks(self.step_count) else 1
 
     def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:
-        self.updates.check()
+        self._check_known()
         if self.settings.checks(self.step_count):
             self._flush()
         if self.updates.host is not None:
@@ -101,7 +101,7 @@ class LSP(GradientMethod):
 
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         updates, self.check = self.updates, None
-        updates.check()
+        self._check_known()
         if self.settings.checks(self.step_count):
             begin_s, asked = time.perf_counter(), (self.targets, self.step_count, updates.moments_of)
             self.check = Check(self.settings, *asked, self.sample, self.model.ranks, self.judge)
@@ -123,12 +123,22 @@ class LSP(GradientMethod):
 
     def _flush(self) -> None:
         """Applies all deferred updates: the weights at home are those after the last step."""
-        self.updates.check()
+        self._check_known()
         self.updates.apply_owed(lambda unit: True)
-        if self.updates.host is not None:
-            self.updates.host.drain()
         self._is_flushed = True
-        self.updates.check(wait=True)
+        self.model.methods.check_whole()
+
+    def _check_known(self) -> None:
+        """Mixed if a step was applied in part, by what is known without waiting."""
+        if self.updates.is_mixed():
+            self.model.methods.check_whole()
+
+    @property
+    def is_whole(self) -> bool:
+        """Waits for all updates."""
+        if self.updates.host is not None and self._end.alive:
+            self.updates.host.drain()
+        return not self.updates.is_mixed(wait=True)
 
     @property
     def deferred(self) -> Callable[[], None]:

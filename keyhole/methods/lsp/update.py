@@ -87,7 +87,7 @@ class SubspaceUpdates(GradientSink):
         self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
         self.unchecked: list[LSPStep] = []  # of which it is not known yet whether they were applied to all units
-        self.broken = False  # a backward pass ended with an error after units had received gradients
+        self.broken = False  # an error came after units had received gradients, or a step is known to be applied in part
         self.deferred: dict[int, DeferredUpdate] = {}
         self.complete: dict[int, tuple[DeferredUpdate, torch.Tensor]] = {}  # for the host, not sent yet
         self.norm: torch.Tensor | None = None
@@ -325,19 +325,13 @@ class SubspaceUpdates(GradientSink):
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
-    def check(self, wait: bool = False) -> None:
-        """UserError if a step was applied in part: reads what is known by now. wait: also for the rest; drain first.
+    def is_mixed(self, wait: bool = False) -> bool:
+        """Whether a step was applied in part: reads what is known by now. wait: also the rest; drain first.
 
         Without clipping a unit is updated before the gradients of others are known. A non-finite gradient leaves its
         unit unchanged, moments included; of units with moments on the host, a whole block. If that happened to some
         units and not to others, the weights mix two steps, and the run must stop. With clipping the global norm decides
         for all of them."""
-        mixed = self.broken
         while self.unchecked and (wait or self.unchecked[0].is_known()):
-            mixed = self.unchecked.pop(0).is_mixed() or mixed
-        if mixed:
-            raise UserError(
-                "lsp: a gradient was not finite in part of the last step, or an error came in between, and the rest "
-                "had been applied: the weights in memory are not usable. Go on from the last checkpoint; max_grad_norm "
-                "makes it skip a step with gradients that are not finite"
-            )
+            self.broken = self.unchecked.pop(0).is_mixed() or self.broken
+        return self.broken

@@ -51,7 +51,8 @@ CONFIG = "config.json"
 
 def save_model(model: Model, path: Path, merged: bool = True) -> None:
     """model is a keyhole Model; its weights are at their homes (methods flush before they save). merged: as in
-    Model.named_tensors. NonFinite if one of them is NaN or infinity: old files stay."""
+    Model.named_tensors. NonFinite if one of them is NaN or infinity, or if they are of two steps: old files stay."""
+    model.methods.check_whole()
     in_the_way = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None)
     if in_the_way is not None:
         raise UserError(f"{in_the_way} is a file, so the model is not saved to {path}; choose a directory")

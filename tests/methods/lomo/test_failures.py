@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.errors import UserError
+from keyhole.errors import Mixed, UserError
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.update import Update
 from tests.methods.lomo.loops import load, micro_batches, weights
@@ -36,10 +36,11 @@ def test_a_gradient_that_is_not_finite_breaks_the_run() -> None:
 
 @pytest.mark.parametrize("at", [0, 3])
 def test_an_error_in_the_reverse_is_not_silent(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything was updated it costs a step; afterwards the weights are of two steps, and nobody may use them."""
+    """Before anything was updated it costs a step; afterwards the weights are of two steps: nobody may use or save
+    them."""
     model = load()
     opt, update, updated = LOMO(model), Update.gradient, []
-    before = weights(model)
+    before, state = weights(model), opt.state_dict()
 
     def unchanged() -> bool:
         return all(torch.equal(before[name], tensor) for name, tensor in weights(model).items())
@@ -63,9 +64,11 @@ def test_an_error_in_the_reverse_is_not_silent(at: int, tmp_path: Path, monkeypa
         opt.step(micro_batches(1, 1))
     with pytest.raises(UserError, match="not usable"):
         opt.flush()
-    with pytest.warns(UserWarning, match="save_pretrained: the last step of lomo was applied to a part"):
-        model.save_pretrained(tmp_path)
-    opt.load_state_dict(opt.state_dict())
+    for write in (lambda: model.save_pretrained(tmp_path), opt.state_dict, lambda: LOMO(model)):
+        with pytest.raises(Mixed, match="lomo: .*not usable"):
+            write()
+    assert not list(tmp_path.iterdir())
+    opt.load_state_dict(state)
     opt.flush()
 
 
