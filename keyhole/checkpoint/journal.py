@@ -60,7 +60,7 @@ class BadJournal(Exception):
 @dataclass(frozen=True)
 class Header:
     """The common facts of all records. `base` is the content hash of the weights that they start from, after `first`
-    steps; `run` is the id of the run (training/rundir.py)."""
+    steps, `base_config` the numbers of its config (as in state.py); `run` is the id of the run (training/rundir.py)."""
 
     base: str
     first: Annotated[int, Limit(0, MOST_STEPS)]
@@ -78,6 +78,7 @@ class Header:
     config: Json
     versions: Json
     run: str | None = None
+    base_config: Json | None = None
 
     @property
     def record(self) -> struct.Struct:

@@ -40,6 +40,7 @@ from keyhole.methods.zo.method import ZO
 from keyhole.methods.zo.update import Pending
 from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
+from keyhole.model.structure.config_files import base_config, config_fault
 from keyhole.model.structure.source import find_directory
 from keyhole.model.weights import save as hf
 
@@ -84,6 +85,8 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         say(f"the journal is incomplete: {found.fault}; step {last} is the last that is replayed")
     records = [record for record in found.records if record.step <= last]
     source, state = _source(header, base)
+    if fault := config_fault(header.base_config, base_config(find_directory(source))):
+        raise UserError(f"BASE: {source} holds another model than the run started from: {fault}; restore it")
     where.setdefault("placement", "auto")
     where |= {"dtype": header.dtype, "wire": header.wire, "workload": Workload("replay")}
     where["adapter"] = header.first == 0  # a checkpoint's factors are part of the method's state

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from keyhole.checkpoint import journal, select
-from keyhole.checkpoint.journal import Journal, Record, Writer
+from keyhole.checkpoint.journal import Header, Journal, Record, Writer
 from keyhole.checkpoint.state import State
 from keyhole.disk.json_text import Json
 from keyhole.disk.weight_files import content_hash, stored_weights
 from keyhole.errors import UserError
+from keyhole.model.structure.config_files import base_config, config_fault
 from keyhole.model.structure.source import find_directory
 
 
@@ -65,12 +66,12 @@ class Origin:
         return at if self.state is None else self.state.loader | at
 
     @property
-    def base(self) -> str | None:
-        """The content hash of the run's original model, if known."""
-        known = None if self.state is None else self.state.base
-        if known is None and self.journal is not None and self.journal.header.first == 0 and not self.elsewhere:
-            return self.journal.header.base
-        return known
+    def original(self) -> State | Header | None:
+        """What says of which content (`base`, `base_config`) the run's original model was, if that is known."""
+        if self.state is not None and self.state.base is not None:
+            return self.state
+        known = self.journal is not None and self.journal.header.first == 0 and not self.elsewhere
+        return self.journal.header if self.journal is not None and known else None
 
 
 def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
@@ -141,24 +142,27 @@ def _check_ids(choice: select.Choice, found: Journal | None, place: Place) -> No
             )
 
 
-def check_original(origin: Origin, model: str, light: bool) -> None:
-    """Checks that the model has the original weights, where they are needed: by a journal without a checkpoint, and by
-    a light checkpoint."""
+def check_original(origin: Origin, model: str, from_original: bool) -> None:
+    """Checks that the model is the original one, where that is needed: by a journal without a checkpoint, and by a
+    checkpoint of what is learned beside its weights."""
     if origin.choice.path is not None:
-        needed, what = origin.base if light else None, f"{origin.choice.path} holds what a run has learned beside the"
-        what += " weights that it began with"
+        needed = origin.original if from_original else None
+        what = f"{origin.choice.path} holds what a run has learned beside the weights that it began with"
     elif origin.tail and origin.journal is not None:
-        needed = origin.journal.header.base
+        needed = origin.journal.header
         what = f"the journal of this run starts from the weights of {origin.journal.header.source}"
     else:
         return
-    if needed is not None and content_hash(find_directory(model)) != needed:
-        raise UserError(
-            f"--resume: {what}, and model={model} holds others; restore them, or start a new run in another output_dir"
-        )
+    if needed is None or needed.base is None:
+        return
+    directory, fix = find_directory(model), "restore them, or start a new run in another output_dir"
+    if content_hash(directory) != needed.base:
+        raise UserError(f"--resume: {what}, and model={model} holds others; {fix}")
+    if fault := config_fault(needed.base_config, base_config(directory)):
+        raise UserError(f"--resume: {what}, and model={model} computes something else with them: {fault}; {fix}")
 
 
-def continued(origin: Origin, source: str, path: Path, header: journal.Header, sync_every: int) -> Writer:
+def continued(origin: Origin, source: str, path: Path, header: Header, sync_every: int) -> Writer:
     """The journal, ready for the step after origin.step: the old one, cut there, or a new one that starts from these
     weights.
 
@@ -171,6 +175,8 @@ def continued(origin: Origin, source: str, path: Path, header: journal.Header, s
             select.set_aside(path, "old")
         state = origin.choice.state
         light = None if state is None or not state.method.get("light") else journal.LIGHT + state.tensors
-        base = header.base or light or content_hash(find_directory(source))
+        if not (base := header.base or light):  # the checkpoint is the base
+            directory = find_directory(source)
+            base, header = content_hash(directory), replace(header, base_config=base_config(directory))
         found = journal.create(path, replace(header, base=base, first=step, source=source))
     return Writer(path, found, step, sync_every)

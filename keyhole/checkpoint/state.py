@@ -45,8 +45,8 @@ class Written:
 @dataclass(frozen=True)
 class State:
     """keyhole_state.json. `config` is flat, by dotted key. `run` is the id of the run that wrote the checkpoint, `base`
-    the content hash of the run's original model (None: unknown), which identifies a directory that was moved;
-    `selection` says which rows and questions evaluations are made on, whose numbers alone can be compared."""
+    the content hash of the run's original model (None: unknown), which identifies a directory that was moved, and
+    `base_config` the numbers of its config.json (model/structure/config_files.py `identity`); `selection` says which rows and questions evaluations are made on, whose numbers alone can be compared."""
 
     step: Annotated[int, Limit(0, MOST_STEPS)]
     loader: Json = field(default_factory=dict)
@@ -57,6 +57,7 @@ class State:
     format: int = FORMAT
     run: str | None = None
     base: str | None = None
+    base_config: Json | None = None
     selection: Json | None = None
 
     @property

@@ -40,6 +40,7 @@ from keyhole.machine.host import versions
 from keyhole.methods.base import Method
 from keyhole.methods.settings import MethodSettings
 from keyhole.model.model import Model
+from keyhole.model.structure.config_files import config_fault, identity
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import save_model
 from keyhole.plan.dtype import NAMES
@@ -74,7 +75,9 @@ def save(directory: Path, method: Method, scheduler: Scheduler, step: int, asked
     if tensors:
         write_tensors(directory / TENSORS, {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)})
     about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(asked.own), TRAINED: trained}
-    write_state(directory, State(step, method=scalars, config=about, versions=versions()), leave_out=(MARK,))
+    numbers = identity(json.loads(method.model.config.to_json_string()))
+    state = State(step, method=scalars, config=about, versions=versions(), base_config=numbers)
+    write_state(directory, state, leave_out=(MARK,))
 
 
 def drop_begun(directory: Path) -> None:
@@ -99,9 +102,9 @@ def newest_complete(root: Path) -> Path | None:
     return None
 
 
-def verified(directory: Path, asked: Wanted, trained: list[str]) -> State:
-    """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method or settings, or
-    of a run that trained other parameters."""
+def verified(directory: Path, asked: Wanted, trained: list[str], model: Model) -> State:
+    """The state of an intact checkpoint; UserError if it is damaged, incomplete, or of another method, settings or
+    config, or of a run that trained other parameters."""
     if not directory.is_dir():
         raise UserError(f"resume_from_checkpoint: there is no directory {directory}")
     if not (directory / STATE).exists():
@@ -130,6 +133,11 @@ def verified(directory: Path, asked: Wanted, trained: list[str]) -> State:
                 f"resume_from_checkpoint: {directory} was made with {key}={before[key]} of {row.name}, this run has "
                 f"{value}; give the same settings"
             )
+    if fault := config_fault(state.base_config, identity(json.loads(model.config.to_json_string()))):
+        raise UserError(
+            f"resume_from_checkpoint: {directory} is of a model that computes something else than {model.source}: "
+            f"{fault}; restore it, or start a new run with the checkpoint as model"
+        )
     differ = sorted({*about[TRAINED]} ^ {*trained})
     if differ and not row.keeps_base:  # else adapters alone are trained, and compared when the state is loaded
         was, is_now = ("trained", "frozen") if differ[0] in about[TRAINED] else ("frozen", "trained")

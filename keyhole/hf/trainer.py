@@ -227,7 +227,7 @@ class KeyholeMixin(Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         trained = self._trained or checkpoints.trained_names(self.keyhole)
-        self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted, trained)
+        self._checkpoint = checkpoints.verified(Path(resume_from_checkpoint), self._wanted, trained, self.keyhole)
         if not self._wanted.row.keeps_base:  # adapters are completely in the method's state
             checkpoints.load_weights(Path(resume_from_checkpoint), self.keyhole)
 
@@ -249,7 +249,7 @@ class KeyholeMixin(Base):
         """Loads the weights of the best checkpoint, and what the method has learned beside them."""
         best = str(self.state.best_model_checkpoint)
         try:
-            state = checkpoints.verified(Path(best), self._wanted, self._trained)
+            state = checkpoints.verified(Path(best), self._wanted, self._trained, self.keyhole)
         except UserError as fault:
             warnings.warn(
                 f"load_best_model_at_end: the best checkpoint, {best}, is not loaded: {fault}; the weights stay those "

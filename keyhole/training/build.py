@@ -7,6 +7,7 @@ written before data, model and method have been checked.
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 import transformers.modeling_utils  # every model needs these three, so they are timed with the other imports
@@ -26,6 +27,8 @@ from keyhole.disk.json_text import Json
 from keyhole.machine.host import versions
 from keyhole.machine.probe import environment
 from keyhole.methods import METHODS
+from keyhole.model.structure.config_files import base_config
+from keyhole.model.structure.source import find_directory
 from keyhole.model.weights.save import check_names
 from keyhole.training import rundir
 from keyhole.training.display import Display
@@ -125,7 +128,10 @@ def lead(
     config, directory, model, method, data = run.config, run.directory, run.model, run.method, run.data
     origin, ranks = run.origin, parts.ranks
     with parts.waiting.phase("hashing the weights"):
-        base = parts.model_hash(config.model) if origin.state is None else origin.base
+        known = origin.original or State(0)
+        if origin.state is None:
+            numbers = base_config(find_directory(config.model))
+            known = State(0, base=parts.model_hash(config.model), base_config=numbers)
     writer = Writer(model, method)
     groups = [
         model_lines(model.module, model.layout, model.dtype, method.keeps_base),
@@ -162,7 +168,8 @@ def lead(
             run.say(f"warning: {directory.metrics} is damaged: {metrics.lacks}; the run goes on without them")
         selection = Selection(config, run.judge.metric or "loss", metrics.kept)
         judged = selection.check_rows(judged, None if origin.state is None else origin.state.selection)
-        about = State(0, config=flat_config(config), versions=versions(), run=run_id, base=base, selection=judged)
+        about = State(0, config=flat_config(config), versions=versions(), run=run_id, selection=judged)
+        about = replace(about, base=known.base, base_config=known.base_config)
         reports = open_reports(run, display, run_id, lines, metrics.kept, machine)
         opened.callback(reports.close)
         journal = open_journal(run, about) if METHODS[config.method].journaled else None

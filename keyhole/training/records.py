@@ -180,6 +180,7 @@ def open_journal(run: Run, about: State) -> Journaling:
         config=about.config,
         versions=about.versions,
         run=about.run,
+        base_config=about.base_config,
     )
     writer = continued(run.origin, header.source, run.directory.journal, header, run.config.journal_sync)
     return Journaling(writer, method, run.say)

@@ -124,7 +124,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
                 lambda: find_origin(resume, directory.place(), METHODS[config.method].journaled)
             )
             if leads:
-                check_original(origin, config.model, own_settings(config).light)
+                check_original(origin, config.model, METHODS[config.method].from_original(own_settings(config)))
             notes = resume_lines(resume, origin, config) if leads else []
             check_origin(config, origin)
             settings = data_settings(config, None if origin.state is None else origin.loader)
@@ -241,7 +241,8 @@ def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> lis
     lines = [f"resume: from {choice.path or config.model}, {state.step} steps done", *passed, *origin.notes]
     if origin.tail:
         lines.append(f"resume: the journal has {len(origin.tail)} steps more, up to step {origin.step}; replaying them")
-    lines += [f"resume: {change}" for change in apply_changes(state, config, origin.step, origin.base)]
+    base = None if origin.original is None else origin.original.base
+    lines += [f"resume: {change}" for change in apply_changes(state, config, origin.step, base)]
     then, now = state.versions, versions()
     other = [f"{name} {then[name]} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]
     return lines + [f"resume: {change}: equal to the last bit only with the same version" for change in other]

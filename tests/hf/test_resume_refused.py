@@ -33,10 +33,11 @@ def test_a_checkpoint_of_another_method_settings_or_model_is_refused(
     again = trainer(tiny_model, tmp_path, batches, settings={"rank": 2, "clip": 5.0}, **goes_on)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
-    narrow = AutoConfig.from_pretrained(tiny_model, intermediate_size=16)
     args = KeyholeArguments(str(tmp_path), method="zo", method_settings={"rank": 2}, use_cpu=True, report_to=[])
-    with pytest.raises(UserError, match="gate_proj.weight with shape .*64, 32"):
-        KeyholeTrainer(narrow, args, train_dataset=batches).train(resume_from_checkpoint=True)
+    for key, value, says in (("intermediate_size", 16, "was 64 then"), ("rms_norm_eps", 0.5, "was .*, and is 0.5 now")):
+        other = AutoConfig.from_pretrained(tiny_model, **{key: value})  # of the second all weights would fit
+        with pytest.raises(UserError, match=f"{key} in its config.json {says}"):
+            KeyholeTrainer(other, args, train_dataset=batches).train(resume_from_checkpoint=True)
 
 
 @in_every_run(lambda name: name not in ("adalomo", "apollo-mini"))  # they sweep as lomo does

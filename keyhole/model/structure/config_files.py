@@ -11,18 +11,22 @@ A config may also ask Transformers to add losses to the cross-entropy of the tok
 
 A run without them would train another loss, so training is refused until the config turns them off.
 
+The same weights under another config are another model. So a run, and its journal, is resumed and replayed over a
+config.json that says what it said: its keys are kept beside the hash of the weights, but for those of NO_NUMBER.
+
 generation_config.json has end-of-turn tokens and sampling settings, which are often in this file only. A million beams
 are a million copies of the cache, and a word in place of a number raises a traceback at the first answer. So types and
 sizes are checked when the file is read.
 """
 
 import copy
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from keyhole.disk.json_text import read_json
+from keyhole.disk.json_text import Json, read_json
 from keyhole.errors import UserError
 
 LAYERS, MOST_LAYERS = ("layers", "n_layer", "num_blocks", "n_block"), 4096
@@ -32,6 +36,11 @@ SIZES, MOST_SIZE = (
 )
 POSITIONS, MOST_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 2**28
 WORDS = ("model_type", "dtype", "torch_dtype")
+
+
+# They change no number: who wrote the file, and from where; the class (of another kind of head the tensors differ, which
+# are compared); a cache that no pass of training has. (dtype counts, under either name: it is that of dtype=null.)
+NO_NUMBER = {"transformers_version", "_name_or_path", "_commit_hash", "architectures", "use_cache"}
 
 
 def setting(config: object, key: str, default: object = None) -> Any:
@@ -55,6 +64,31 @@ def check_config_file(path: Path) -> None:
                 is_short = isinstance(value, float) or value.bit_length() < 1000
                 shown = f"{value:g}" if is_short else "beyond all numbers"
                 raise UserError(f"model: {path}: {key} is {shown}, more than any model has")
+
+
+def identity(config: Json, prefix: str = "") -> Json:
+    """What a model computes, by the keys of its config, those of configs in it dotted."""
+    found: Json = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found |= identity(value, f"{prefix}{key}.")
+        elif key not in NO_NUMBER:
+            is_dtype = key in ("dtype", "torch_dtype") and isinstance(value, str)
+            found[prefix + ("dtype" if is_dtype else key)] = value.removeprefix("torch.") if is_dtype else value
+    return found
+
+
+def base_config(directory: Path) -> Json:
+    """The identity of the model in a directory; {} if only its weight files (GGUF) describe it, which are hashed."""
+    path = directory / "config.json"
+    return identity(read_json(path, "model")) if path.exists() else {}
+
+
+def config_fault(then: Json | None, now: Json) -> str | None:
+    """The first key that differs from an identity that was written down (None: none was), then and now."""
+    key = next((key for key in sorted({*(then or {}), *now}) if then is not None and then.get(key) != now.get(key)), "")
+    of = [json.dumps(each[key]) if key in each else "not there" for each in (then or {}, now)]
+    return f"{key} in its config.json was {of[0]:.200} then, and is {of[1]:.200} now" if key else None
 
 
 def check_implementation(key: str, value: object, where: object) -> None:
