@@ -87,7 +87,9 @@ class SubspaceUpdates(GradientSink):
         self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for CUDA graphs
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
         self.unchecked: list[LSPStep] = []  # of which it is not known yet whether they were applied to all units
-        self.broken = False  # an error came after units had received gradients, or a step is known to be applied in part
+        self.broken = (
+            False  # an error came after units had received gradients, or a step is known to be applied in part
+        )
         self.deferred: dict[int, DeferredUpdate] = {}
         self.complete: dict[int, tuple[DeferredUpdate, torch.Tensor]] = {}  # for the host, not sent yet
         self.norm: torch.Tensor | None = None
