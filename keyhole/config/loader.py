@@ -190,14 +190,15 @@ def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
     """One `key=value` word; brackets, braces and quotes are YAML, everything else is plain text. A text
     setting is plain text even if it begins with a bracket or a brace (prompt={sentence} It was), and keeps its spaces:
     the shell has removed the quotes of completion=" {label}", and the answer begins with a space."""
-    key, equals, typed = word.partition("=")
+    key, _, typed = word.partition("=")
     key, text = key.strip(), typed.strip()
-    if not equals or not key:
-        faults.append(Finding("", f"`{word}`: write key=value, such as learning_rate=1e-5", COMMAND_LINE))
+    if not key or not text:  # a variable of the shell that is not set must not mean a default
+        said = "such as learning_rate=1e-5; null stands for no value"
+        faults.append(Finding("", f"`{word}`: write key=value, {said}", COMMAND_LINE))
         return {}
-    node: yaml.Node | None = yaml.ScalarNode(NULL_TAG if text in ("", "~", "null") else STR_TAG, text)
+    node: yaml.Node | None = yaml.ScalarNode(NULL_TAG if text in ("~", "null") else STR_TAG, text)
     is_text = key in settings() and settings()[key].type in (str, str | None)
-    if is_text and text and not is_null(node):
+    if is_text and not is_null(node):
         node = yaml.ScalarNode(STR_TAG, typed)
     if text[:1] in (tuple("\"'") if is_text else tuple("[{\"'")):
         try:

@@ -7,7 +7,7 @@ backward pass in lomo, and zo has no gradient), and losses are not checked after
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
-from keyhole.methods.settings import AdamSettings, MethodSettings, check_values
+from keyhole.methods.settings import AdamSettings, MethodSettings, check_values, checked_rate
 from keyhole.methods.traits import Traits
 from keyhole.methods.workload import Workload
 from keyhole.model.model import Model
@@ -75,6 +75,7 @@ def wanted(args: TrainingArguments, given: dict[str, Any]) -> Wanted:
     said |= {"settings": said.get("method_settings", {}), "dtype": said.get("model_dtype")}
     said |= {name: value for name, value in given.items() if value is not None}
     method, length = said.get("method"), said["max_length"]
+    checked_rate(args.learning_rate, "learning_rate")
     if method is None:
         ways = "KeyholeArguments(..., method=...) or KeyholeTrainer(..., method=...)"
         raise UserError(f"method: none is given; set it by {ways}, to one of {', '.join(METHODS)}")
@@ -102,9 +103,6 @@ def _checked(row: Traits, settings: Any) -> dict[str, Any]:
             raise UserError(f"method_settings: found {settings!r}, expected JSON such as {{...}}: {error}") from None
     if not isinstance(settings, Mapping):
         raise UserError(f"settings: found a {type(settings).__name__}, expected a dict such as {{'compile': True}}")
-    known = {each.name for each in fields(row.settings)}
-    if unknown := sorted(str(name) for name in settings.keys() - known):
-        raise UserError(f"settings: {row.name} has no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
     check_values(row.settings, settings, row.section)
     return dict(settings)
 

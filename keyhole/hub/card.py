@@ -27,6 +27,7 @@ README = "README.md"
 NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
 NOT_TOLD |= {"train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template"}
 MOST_BYTES = 2**22
+FOLDERS = re.compile(r"[^+]*/")  # of `/home/me/a.jsonl+b.jsonl[:50%]`
 HUB_ID, CHECKPOINT = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"checkpoint-(\d+)")
 
 
@@ -144,6 +145,8 @@ def _settings(config: TrainConfig) -> str:
     row, plain = METHODS[config.method], settings()
     values = {key: value for key, value in to_dict(config).items() if key not in NOT_TOLD | sections().keys()}
     told = {key: value for key, value in values.items() if value != plain[key].default}
+    if splits := told.get("task_splits"):
+        told["task_splits"] = {FOLDERS.sub("", key): FOLDERS.sub("", files) for key, files in splits.items()}
     usual = vars(row.settings().filled())
     changed = {key: value for key, value in to_dict(config)[row.section].items() if value != usual[key]}
     body = dump({"method": config.method} | told | ({row.section: changed} if changed else {}))

@@ -13,12 +13,14 @@ import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, ClassVar, Literal, Self
 
 from keyhole.errors import UserError
 from keyhole.limits import BelowOne, NotNegative, Positive, Seed, describe, fits
 
+RATES = ("lr", "learning_rate")  # by the names that others give it
 FROZEN_WIRES = ("int8", "int4", "nf4")  # formats whose weights are never changed (ops/lowbit.py)
 Fault = tuple[str, str]  # a key of the config, and the error in its value
 Rates = tuple[float, tuple[float, float]]  # a learning rate, and the range of rates that worked
@@ -134,14 +136,19 @@ def kinds(cls: type) -> dict[str, object]:
 
 
 def check_values(cls: type, given: Mapping[str, object], section: str) -> None:
-    """UserError for a setting that is not of its type or outside of its bounds."""
+    """UserError for a setting that there is not, is not of its type, or outside of its bounds."""
+    known, keys = kinds(cls), {each.metadata.get("key"): each.name for each in fields(cls)}
     for name, value in given.items():
-        kind = kinds(cls).get(name, Any)
-        if not fits(value, kind):
-            raise UserError(f"{section}.{name}: found {value!r}, expected {describe(kind, full=True)}")
+        if name not in known:
+            near = [keys[name]] if name in keys else get_close_matches(str(name), known, n=1)
+            near = ["lr, beside the settings; learning_rate, in KeyholeArguments"] if name in RATES else near
+            meant = "".join(f"; did you mean {word}?" for word in near)
+            raise UserError(f"settings: {section} has no {name}{meant}; it takes {', '.join(sorted(known))}")
+        if not fits(value, known[name]):
+            raise UserError(f"{section}.{name}: found {value!r}, expected {describe(known[name], full=True)}")
 
 
-def checked_rate(lr: Any) -> float:
+def checked_rate(lr: Any, name: str = "lr") -> float:
     """A learning rate as a float; UserError if it is none. One number in a tensor or an array is a rate too, as for
     torch's optimizers."""
     try:
@@ -149,5 +156,5 @@ def checked_rate(lr: Any) -> float:
     except (AttributeError, RuntimeError, ValueError):  # a number already, or several
         pass
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr) or lr < 0:
-        raise UserError(f"lr: {lr!r} is no learning rate; a number of at least 0 is needed")
+        raise UserError(f"{name}: {lr!r} is no learning rate; a number of at least 0 is needed")
     return float(lr)

@@ -81,6 +81,7 @@ BAD = [
     ("eval_data: $NO_SUCH_VARIABLE/x.jsonl", (), "there is no variable NO_SUCH_VARIABLE in the environment"),
     ("", ("output_dir=~nosuchuser/x",), "found `~nosuchuser/x`, but there is no home directory of nosuchuser"),
     ("", ("seed",), "write key=value"),
+    ("", ("learning_rate=",), "null stands for no value"),
     ("", ("--seed", "3"), "write seed=3"),
 ]
 

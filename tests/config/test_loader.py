@@ -212,7 +212,6 @@ OVERRIDES = [
     ("zo.eps=1e-2", "zo.eps", 1e-2),
     ("zo={eps: 1e-2, directions: 3}", "zo.directions", 3),
     ("max_length=null", "max_length", None),
-    ("max_length=", "max_length", None),
     ("eval_data=none", "eval_data", None),
     ("train_data=[a.jsonl, 'b c.jsonl']", "train_data", ["a.jsonl", "b c.jsonl"]),
     ("train_data=*.jsonl", "train_data", "*.jsonl"),
@@ -251,7 +250,7 @@ def test_a_text_on_the_command_line_may_begin_with_a_brace(value: str) -> None:
     assert parse_settings(["completion= {label}"], ["completion"]) == {"completion": " {label}"}, (
         "not without its space"
     )
-    assert parse_settings(["completion= ", "seed= 3"], ["completion", "seed"]) == {"completion": None, "seed": 3}
+    assert parse_settings(["completion=null", "seed= 3"], ["completion", "seed"]) == {"completion": None, "seed": 3}
 
 
 def test_none_is_a_word_where_it_is_one() -> None:

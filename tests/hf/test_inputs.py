@@ -24,6 +24,7 @@ from tests.hf.runs import trainer
         ({"optim": "adafactor"}, "optim: .*adafactor.* is not used"),
         ({"method": "sngd"}, "method: found 'sngd', expected one of zo"),
         ({"settings": {"rnk": 3}}, "settings: lomo has no rnk; it takes"),
+        ({"learning_rate": "auto"}, "learning_rate: 'auto' is no learning rate; a number"),
         ({"bf16": True}, "bf16: the model computes in float32"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: noise on embeddings"),
     ],

@@ -63,7 +63,9 @@ def trained(tiny_model: Path, tmp_path: Path) -> Path:
 def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) -> None:
     text = card(trained, "me/tuned")
     assert "`train.jsonl`" in text and "loss over: answers" in text and "secret-folder" not in text
-    text = card(write_run(trained, task="sst2", train_data=None), "me/tuned")
+    splits = {"train": "/home/me/secret-folder/a.jsonl+~/secret-folder/b.jsonl", "sst2.test": "secret-folder/v[:50%]"}
+    text = card(write_run(trained, task="sst2", train_data=None, task_splits=splits), "me/tuned")
+    assert "train: a.jsonl+b.jsonl" in text and "sst2.test: v[:50%]" in text and "secret-folder" not in text
     _, head, body = text.split("---\n", 2)
     found = yaml.safe_load(head)
     assert found["base_model"] == "owner/base" and found["tags"] == ["keyhole", "lomo"]

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from keyhole.config.faults import nearest
 from keyhole.data.tasks.spec import (
     CHOICE,
     LIBRARY,
@@ -71,7 +72,10 @@ def parse_spec(text: str, name: str, source: str) -> TaskSpec:
     kinds["metric"] = kinds.pop("metrics")
     known = [key for key in kinds if key != "name"]
     if unknown := [key for key in given if key not in known]:
-        raise UserError(f"task {source}: unknown key {listed(unknown)}; a task file may have {', '.join(known)}")
+        near = nearest(unknown[0], known)
+        raise UserError(f"task {source}: unknown key {listed(unknown)}{near}; a task file may have {', '.join(known)}")
+    if "candidate" in given and "candidates" not in given:
+        raise UserError(f"task {source}: candidate: words one of the candidates; did you mean `candidates`, the list?")
     if missing := [key for key in ("columns", "prompt", "metric") if key not in given]:
         raise UserError(f"task {source}: {listed(missing)} is missing; see docs/tasks.md for a whole file")
     values = {key: _read(value, kinds[key], f"task {source}: {key}") for key, value in given.items()}

@@ -27,7 +27,6 @@ from itertools import groupby
 
 import torch
 
-from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods.lsp.adam import DecidingNorm, DeviceAdam, HostAdam
 from keyhole.methods.lsp.memory import group_of

@@ -38,8 +38,8 @@ POSITIONS, MOST_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", 
 WORDS = ("model_type", "dtype", "torch_dtype")
 
 
-# They change no number: who wrote the file, and from where; the class (of another kind of head the tensors differ, which
-# are compared); a cache that no pass of training has. (dtype counts, under either name: it is that of dtype=null.)
+# They change no number: who wrote the file, and from where; the class (of another kind of head other tensors are
+# expected); a cache that no pass of training has. (dtype counts, under either of its names: it is that of dtype=null.)
 NO_NUMBER = {"transformers_version", "_name_or_path", "_commit_hash", "architectures", "use_cache"}
 
 

@@ -50,8 +50,9 @@ def test_settings_cannot_be_changed_once_a_method_is_made() -> None:
     with pytest.raises(FrozenInstanceError):
         method.settings.eps = 0.5  # type: ignore[misc]
     method.lr = 0.5
-    with pytest.raises(TypeError, match="momentum"):
-        keyhole.LOMO(load("llama"), 1e-3, momentum=0.9)
+    for name, says in [("momentum", "it takes"), ("learning_rate", "did you mean lr"), ("beta", "it takes")]:
+        with pytest.raises(UserError, match=f"settings: lomo has no {name}; {says}"):
+            keyhole.LOMO(load("llama"), 1e-3, **{name: 0.9})
 
 
 @pytest.mark.parametrize("name", ["lomo", "lsp", "adam-offload"])
