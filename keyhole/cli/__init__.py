@@ -43,7 +43,6 @@ UsageError: Any = typer.BadParameter.__mro__[1]  # click's class, found through 
 app = typer.Typer(
     help="Full-parameter fine-tuning of language models that do not fit your GPU.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -114,6 +113,8 @@ def _run(words: Sequence[str]) -> int:
     """Runs the verb; returns its exit code. (The `main` of typer's command would turn Ctrl-C and a closed output into
     exit codes without a message.)"""
     command = typer.main.get_command(app)
+    if "_KEYHOLE_COMPLETE" in os.environ:  # the shell asks, by the script of --show-completion
+        command.main(prog_name="keyhole")
     try:
         with command.make_context("keyhole", list(words), obj=list(words)) as context:
             command.invoke(context)

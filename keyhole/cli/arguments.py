@@ -18,7 +18,7 @@ from keyhole import assets
 from keyhole.config.faults import ELSEWHERE, suggest_key
 from keyhole.config.fields import settings
 from keyhole.config.loader import load_config, parse_settings
-from keyhole.config.recipes import config_of_settings, find_config, is_override, is_setting, split_words
+from keyhole.config.recipes import config_of_settings, find_config, is_override, is_setting, recipes, split_words
 from keyhole.config.schema import TrainConfig
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
@@ -26,10 +26,18 @@ from keyhole.model.structure.source import check_directory
 from keyhole.ranks.join import follows
 
 CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """For the shell: what a setting may be called, and the recipes; where nothing fits it completes files."""
+    return [word for word in (*recipes(), *(f"{key}=" for key in settings())) if word.startswith(incomplete or " ")]
+
+
 ConfigArgument = Annotated[
     str,
     typer.Argument(
         metavar="CONFIG",
+        autocompletion=complete_setting,
         help="YAML file, or the name of a shipped recipe; settings alone do, too: model=DIR method=...",
     ),
 ]
@@ -43,7 +51,11 @@ AllowCode = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file; zo.eps=1e-3."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        autocompletion=complete_setting,
+        help="Settings that replace those of the file; zo.eps=1e-3.",
+    ),
 ]
 
 
@@ -133,7 +145,8 @@ class SettingsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for param in self.get_params(ctx) for option in param.opts}
-        refuse_other_style(args, options)
+        if not ctx.resilient_parsing:  # else the shell completes a line that is not finished
+            refuse_other_style(args, options)
         return super().parse_args(ctx, self.rewrite(args))
 
     def rewrite(self, args: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ import typer
 from keyhole.errors import UserError
 
 app = typer.Typer(
-    help="Time keyhole on this machine, with the baseline and the floor in the same run.",
+    help="Time keyhole on this machine, beside baselines and floors.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -23,11 +23,11 @@ ZEROTH = "zo.yaml"
 TABLES = {  # what a verb shows, by the file of its cases
     ZEROTH: "Zeroth-order: textbook, resident and streamed steps. Tables: judged (the default), sizes, ablation, wire, "
     "batches, compiled, lengths, short, low-rank, budgets, giant, bloom.",
-    "lomo.yaml": "LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW.",
-    "lsp.yaml": "LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW.",
-    "memory.yaml": "Weights, gradients, state and activations of a step: AdamW, SGD, LOMO, checkpointing or not.",
-    "layers.yaml": "Forward, backward and Adam's update of a block, on the GPU and on the CPU, and what a model holds.",
-    "snapshots.yaml": "Zeroth-order steps with a checkpoint every 10, beside none and torch.save, and MeZO's.",
+    "lomo.yaml": "LOMO and AdaLOMO on Llama shapes. Resident and streamed, beside native SGD and AdamW.",
+    "lsp.yaml": "LSP and offloaded Adam beside AdamW. By subspace size, in both orders; with LoRA and GaLore.",
+    "memory.yaml": "Memory of a step, by what it is. Weights, gradients, state, activations: AdamW, SGD, LOMO, checkpointing or not.",
+    "layers.yaml": "One block on the GPU and on the CPU. Forward, backward and Adam's update, and what a model holds.",
+    "snapshots.yaml": "Zeroth-order steps with checkpoints. One every 10 steps, beside none and torch.save, and MeZO's.",
 }
 
 
@@ -106,7 +106,10 @@ def lsp_bias(
     time_limit: TimeLimit = None,
     device: Device = None,
 ) -> None:
-    """How much of a gradient LSP's projectors lose, on any model and data, beside GaLore."""
+    """How much of a gradient LSP's projectors lose.
+
+    On any model and data, beside GaLore.
+    """
     from keyhole.bench.bias import Sampling, bench_bias
     from keyhole.loading import choose_device
 

@@ -62,7 +62,9 @@ def eval(
     ] = False,
     json_path: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the numbers here too.")] = None,
 ) -> None:
-    """Score a model: validation loss, tasks by log-likelihood, tasks of lm-evaluation-harness.
+    """Score a model: validation loss, public tasks, harness tasks.
+
+    Tasks are scored by log-likelihood; those of --harness by lm-evaluation-harness.
 
     Example: keyhole eval out --tasks sst2,rte held-out.jsonl --task-data data gpu_memory=8GiB
     """

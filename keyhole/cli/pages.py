@@ -37,7 +37,9 @@ def compare(
     retry: Annotated[bool, typer.Option("--retry", help="Run again what failed before.")] = False,
     allow_code_execution: AllowCode = False,
 ) -> None:
-    """Compare methods: models x tasks x methods x settings x seeds, as a table and a page.
+    """Compare methods as a table and a page.
+
+    Runs every model x task x method x setting x seed of the file.
 
     Example: keyhole compare smollm2-sst2 model=DIR task_data=DIR output_dir=out
     """
@@ -60,7 +62,9 @@ def report(
     ],
     output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = "report.html",
 ) -> None:
-    """Lay runs side by side: a table, and a page with their curves and the settings that differ.
+    """Lay runs side by side: a table, and a page with their curves.
+
+    The page has the settings that differ, too.
 
     A run's own page is run/report.html in its output_dir.
 
@@ -92,7 +96,9 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Only you may see it (of a new repository).")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files; send nothing.")] = False,
 ) -> None:
-    """Publish a trained model on the Hugging Face hub, with a card that says how it was made.
+    """Publish a trained model on the Hugging Face hub.
+
+    With a card that says how it was made.
 
     Example: keyhole push out me/my-model --private
     """

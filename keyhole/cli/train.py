@@ -119,7 +119,7 @@ def plan(
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The rows as JSON.")] = False,
 ) -> None:
-    """Plan a run: memory, pace and hours of every method and placement, and which to take.
+    """Plan a run: memory and pace of every method, and which to take.
 
     Example: keyhole plan meta-llama/Llama-3.1-8B --gpu 24GiB --ram 64GiB --tokens 4x1024
     """

@@ -71,21 +71,31 @@ def load(
 ) -> Model:
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
 
-    dtype: what kernels compute in (None: as stored; "auto": as stored, unless the workload's method or the device
-    cannot use it). wire: the format in which weights are stored and moved (fp32, bf16, fp16, fp8, or frozen: int8,
-    int4, nf4; default: dtype).
-    tf32: float32 products may use TF32, in the whole process, while the model exists (docs/process.md).
-    graphs: small blocks may run as CUDA graphs (model/forward/blocks.py); reverse_graphs: also in first-order steps
-    (model/backward/recorded.py).
-    freeze: parameters that are not trained: "embeddings", modules, names with * (model/structure/reach.py).
-    expert_units=False: large stacks of experts are computed and moved whole (docs/methods.md).
-    workload: what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
+        model = keyhole.load("path-or-hub-id", placement="stream", gpu_memory="8GiB", dtype="bfloat16")
+
+    placement: "resident" (weights on the device), "stream" (in host memory, uploaded as they are used), or "auto"
+    (resident if everything fits).
+    gpu_memory: most GPU memory to use, such as "8GiB" or a number of bytes; as many weights as fit beside the workload
+    stay there. None: all that is free.
+    dtype: what kernels compute in: "float32", "bfloat16", "float16" (None: as stored; "auto": as stored, unless the
+    workload's method or the device cannot use it). wire: the format in which weights are stored and moved: "fp32",
+    "bf16", "fp16", "fp8", or frozen: "int8", "int4", "nf4"; None: that of dtype.
+    device: "cpu", "cuda" or "cuda:N"; None: the first GPU, or the CPU if there is none.
+    init, seed: "random" draws all weights by the seed, and reads no file of weights.
+    tf32: float32 products may use TF32, in the whole process, while the model exists.
+    graphs: small blocks may run as CUDA graphs; reverse_graphs: also in steps with gradients.
+    freeze: parameters that are not trained: "embeddings" (with the head), modules such as "model.layers.0", names with
+    *; or a list of them.
+    expert_units=False: large stacks of experts are computed and moved whole, not one expert at a time.
+    workload: what will run, so that the budget leaves room for it: keyhole.Workload("lomo", tokens=4096), the tokens of
+    a pass; passes: the micro-batches of a step. None: passes of zo over 2048 tokens.
+    trust_remote_code: the directory's own code may build the model.
+    adapter=False ignores what a directory holds beside the weights (adapter/, the factors of a checkpoint).
     head="classification" with num_labels makes a text classifier (num_labels=1: a regression) from an encoder or
     decoder; missing weights of its head are initialised by the seed. A model saved as a classifier needs neither.
-    adapter=False ignores what a directory holds beside the weights (adapter/, the factors of a checkpoint).
     tokenizer: the one of the directory, if it has been read already.
-    ranks: the processes that train this model together (keyhole/ranks); None: only this one.
-    overlap, reuse_slots, slot_count (0: as planned), chaos: of the engine, for ablations and tests (offload/engine.py).
+    ranks: the processes that train this model together, as `keyhole train` has joined them; None: only this one.
+    overlap, reuse_slots, slot_count (0: as planned), chaos: how units are moved, for ablations and tests.
     """
     check_source(model)
     if init not in ("pretrained", "random"):
