@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from keyhole.checkpoint.state import State
 from keyhole.errors import Mixed, UserError, warn
@@ -94,7 +94,7 @@ class KeyholeMixin(Base):
                 "model with the tokens it needs first, and leave out what wraps it"
             )
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **options: object) -> object:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> TrainOutput:
         """The Trainer's; micro-batches of a step that an earlier call did not finish are dropped. True: from the newest
         checkpoint that is complete. Mixed, with its name, if a step was applied in part."""
         self._collected, self._uncounted, root = [], None, Path(str(self.args.output_dir))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
+Scores = tuple[torch.Tensor, torch.Tensor]  # of each row
 
 
 class Model:
@@ -238,9 +239,13 @@ class Model:
         """[M, H] rows of the input embedding, or their replacement."""
         return self.device_weights.table_rows(ids_M, self.pinned)
 
+    @overload
+    def nll(self, batch: Batch) -> Scores: ...
+    @overload
+    def nll(self, batch: Sequence[Batch]) -> list[Scores]: ...
     @without_autocast()
     @torch.no_grad()
-    def nll(self, batch: Batch | Sequence[Batch]) -> Any:
+    def nll(self, batch: Batch | Sequence[Batch]) -> Scores | list[Scores]:
         """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep."""
         results = evaluation.nll_by_row(self, self.send(self.checked(batch, of_step=False), shares=True))
         return results[0] if isinstance(batch, Mapping) else results
@@ -251,9 +256,13 @@ class Model:
         """(nll_N, best_N) of each batch: the NLL of each target, and the likeliest token at its position."""
         return evaluation.token_scores(self, batches)
 
+    @overload
+    def logits(self, batch: Batch) -> torch.Tensor: ...
+    @overload
+    def logits(self, batch: Sequence[Batch]) -> list[torch.Tensor] | list[Scores]: ...
     @without_autocast()
     @torch.no_grad()
-    def logits(self, batch: Batch | Sequence[Batch]) -> Any:
+    def logits(self, batch: Batch | Sequence[Batch]) -> torch.Tensor | list[torch.Tensor] | list[Scores]:
         """Of a batch: the logits, [B, T, V] of a decoder (the whole vocabulary, streamed like a generation) or [B, L]
         of a classifier. Of a list of batches and a classifier: (logits, losses of the rows [B]) of each, in float32,
         all run together."""
