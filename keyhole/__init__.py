@@ -40,7 +40,12 @@ def __getattr__(name: str) -> Any:
     """Imports on first use, so that the command line starts without PyTorch."""
     if name not in _WHERE:
         raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
-    return imported(_WHERE[name])
+    found = imported(_WHERE[name])
+    if name in CLASSES:
+        from keyhole.config.docs import constructor
+
+        found.__doc__ = found.__doc__.partition("\n\nSettings")[0] + constructor(CLASSES[name])
+    return found
 
 
 def __dir__() -> list[str]:

@@ -25,9 +25,9 @@ TABLES = {  # what a verb shows, by the file of its cases
     "batches, compiled, lengths, short, low-rank, budgets, giant, bloom.",
     "lomo.yaml": "LOMO and AdaLOMO on Llama shapes. Resident and streamed, beside native SGD and AdamW.",
     "lsp.yaml": "LSP and offloaded Adam beside AdamW. By subspace size, in both orders; with LoRA and GaLore.",
-    "memory.yaml": "Memory of a step, by what it is. Weights, gradients, state, activations: AdamW, SGD, LOMO, checkpointing or not.",
+    "memory.yaml": "Memory of a step, by what it is. Of AdamW, SGD and LOMO, with and without checkpointing.",
     "layers.yaml": "One block on the GPU and on the CPU. Forward, backward and Adam's update, and what a model holds.",
-    "snapshots.yaml": "Zeroth-order steps with checkpoints. One every 10 steps, beside none and torch.save, and MeZO's.",
+    "snapshots.yaml": "Zeroth-order steps with checkpoints. One every 10, beside none and torch.save, and MeZO's.",
 }
 
 

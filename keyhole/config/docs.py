@@ -7,13 +7,15 @@ python -m keyhole.config.docs    the Markdown of docs/config.md (a test checks t
 
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 
 from keyhole.config.fields import Setting, sections, settings
 from keyhole.config.schema import TrainConfig
 from keyhole.config.types import dump, to_dict
 from keyhole.limits import describe
 from keyhole.methods import METHODS
+from keyhole.methods.settings import kinds
+from keyhole.methods.traits import Traits
 
 HEAD = """# Settings
 
@@ -55,6 +57,17 @@ def markdown() -> str:
             lines.append(f"| `{s.key}` | {kind} | `{default_text(s)}` | {s.doc} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def constructor(row: Traits) -> str:
+    """The settings that the class of a method takes, for `help(keyhole.LOMO)`."""
+    cls: type = row.settings
+    usual, (low, high) = row.rates(row.settings())
+    lines = [f"lr: number, default {usual:g}; known to work from {low:g} to {high:g}"]
+    for each in fields(cls):
+        doc = each.metadata.get("doc") or settings()[each.metadata.get("key", each.name)].doc
+        lines.append(f"{each.name}: {describe(kinds(cls)[each.name])}, default {each.default!r}\n        {doc}")
+    return "\n\nSettings, beside the model that keyhole.load returns:\n\n    " + "\n    ".join(lines)
 
 
 def explain() -> str:

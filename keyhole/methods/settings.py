@@ -26,9 +26,9 @@ Fault = tuple[str, str]  # a key of the config, and the error in its value
 Rates = tuple[float, tuple[float, float]]  # a learning rate, and the range of rates that worked
 
 
-def python(default: object) -> Any:
-    """A field that has no key in a config."""
-    return field(default=default, metadata={"python": True})
+def python(default: object, doc: str) -> Any:
+    """A field that has no key in a config, with its line in the help of the class."""
+    return field(default=default, metadata={"python": True, "doc": doc})
 
 
 def keyed(default: object, key: str) -> Any:

@@ -21,11 +21,12 @@ class LOMOSettings(MethodSettings):
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
     activations: Literal["none", "block", "host", "auto"] = "block"
     compile: bool | str = False
-    # Compute the gradients of linear layers in one buffer; False: torch's own backward.
-    fused: bool = python(True)
-    # [{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first one that matches a tensor's
-    # name applies to it.
-    groups: list[dict[str, Any]] | None = python(None)
+    fused: bool = python(True, "Compute the gradients of linear layers in one buffer; False: torch's own backward.")
+    groups: list[dict[str, Any]] | None = python(
+        None,
+        '[{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first one that matches a '
+        "tensor's name applies to it.",
+    )
 
     @property
     def by_expert(self) -> bool:
@@ -42,8 +43,10 @@ class LOMOSettings(MethodSettings):
 class LOMOConfig(LOMOSettings):
     """LOMO: gradient descent with the update inside the backward pass; no gradient is kept. Streams."""
 
-    # Bound on the absolute value of each element of the gradient, in one backward pass; max_grad_norm needs two.
-    clip_value: Positive | None = python(None)
+    clip_value: Positive | None = python(
+        None,
+        "Bound on the absolute value of each element of the gradient, in one backward pass; max_grad_norm needs two.",
+    )
 
     def faults(self, around: Around) -> Iterator[Fault]:
         yield from super().faults(around)

@@ -54,12 +54,11 @@ class LSPConfig(AdamSettings):
         "Where Adam's moments are stored and updated; auto = on the GPU as far as gpu_memory allows, embedding and "
         "first layers first, the rest on the CPU.")
     threads: Threads | None = None
-    # Positions of a projector's numbers: orthonormal blocks, or anywhere in a row; None: the preset's.
-    kind: Literal["blocks", "free"] | None = python(None)
-    # Share of the matrices that a check measures; None: the preset's.
-    check_share: Annotated[float, Limit(0, 1, above=True)] | None = python(None)
-    # Fit projectors to gradients; False: keep the random ones (baseline).
-    learn: bool = python(True)
+    kind: Literal["blocks", "free"] | None = python(None,
+        "Positions of a projector's numbers: orthonormal blocks, or anywhere in a row; None: the preset's.")
+    check_share: Annotated[float, Limit(0, 1, above=True)] | None = python(None,
+        "Share of the matrices that a check measures; None: the preset's.")
+    learn: bool = python(True, "Fit projectors to gradients; False: keep the random ones (baseline).")
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     activations: Literal["block", "host", "auto"] = "block"
     compile: bool | str = False

@@ -71,11 +71,11 @@ class ZOConfig(MethodSettings):
         "Distribution of z: N(0, 1), or -1 and +1 with equal probability; null = gaussian (fzoo: rademacher).")
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     clip: Positive | None = setting(None, "Bound on the absolute value of each projected gradient; null = no bound.")
-    # Apply a step's update at the next visit of the weights: one pass over them less; same results.
-    deferred_update: bool = python(True)
-    # Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the link, else
-    # 1.
-    write_back_every: Count | None = python(None)
+    deferred_update: bool = python(True,
+        "Apply a step's update at the next visit of the weights: one pass over them less; same results.")
+    write_back_every: Count | None = python(None,
+        "Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the "
+        "link, else 1.")
     compile: bool | str = False
     fp8_steps: Count = setting(USUAL_STEPS,
         "wire: fp8: maximum number of steps of a run; updates are rounded to 8 bits, which adds noise that grows with "
