@@ -67,5 +67,4 @@ class Mixed(NonFinite):
 
     def with_way_back(self, checkpoint: Path | None) -> "Mixed":
         """The same error, with the newest sound checkpoint."""
-        good = "no checkpoint was written before it" if checkpoint is None else f"the newest sound one is {checkpoint}"
-        return Mixed(f"{self}\n  {good}")
+        return Mixed(f"{self}\n  the newest sound checkpoint: {checkpoint or 'none was written before it'}")

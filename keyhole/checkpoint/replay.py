@@ -85,8 +85,8 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         say(f"the journal is incomplete: {found.fault}; step {last} is the last that is replayed")
     records = [record for record in found.records if record.step <= last]
     source, state = _source(header, base)
-    if fault := config_fault(header.base_config, base_config(find_directory(source))):
-        raise UserError(f"BASE: {source} holds another model than the run started from: {fault}; restore it")
+    if fault := config_fault(header.base_config, base_config(source)):
+        raise UserError(f"BASE: {source} {fault}; restore the one that the run started from")
     where.setdefault("placement", "auto")
     where |= {"dtype": header.dtype, "wire": header.wire, "workload": Workload("replay")}
     where["adapter"] = header.first == 0  # a checkpoint's factors are part of the method's state

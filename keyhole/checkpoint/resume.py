@@ -155,11 +155,11 @@ def check_original(origin: Origin, model: str, from_original: bool) -> None:
         return
     if needed is None or needed.base is None:
         return
-    directory, fix = find_directory(model), "restore them, or start a new run in another output_dir"
-    if content_hash(directory) != needed.base:
-        raise UserError(f"--resume: {what}, and model={model} holds others; {fix}")
-    if fault := config_fault(needed.base_config, base_config(directory)):
-        raise UserError(f"--resume: {what}, and model={model} computes something else with them: {fault}; {fix}")
+    is_same = content_hash(find_directory(model)) == needed.base
+    if fault := config_fault(needed.base_config, base_config(model)) if is_same else "holds others":
+        raise UserError(
+            f"--resume: {what}, and model={model} {fault}; restore them, or start a new run in another output_dir"
+        )
 
 
 def continued(origin: Origin, source: str, path: Path, header: Header, sync_every: int) -> Writer:
@@ -175,8 +175,6 @@ def continued(origin: Origin, source: str, path: Path, header: Header, sync_ever
             select.set_aside(path, "old")
         state = origin.choice.state
         light = None if state is None or not state.method.get("light") else journal.LIGHT + state.tensors
-        if not (base := header.base or light):  # the checkpoint is the base
-            directory = find_directory(source)
-            base, header = content_hash(directory), replace(header, base_config=base_config(directory))
+        base = header.base or light or content_hash(find_directory(source))
         found = journal.create(path, replace(header, base=base, first=step, source=source))
     return Writer(path, found, step, sync_every)

@@ -114,7 +114,6 @@ class Writer:
         state = None if waits else self.method.deferred_state()
         if state is None:
             self.method.flush()
-        self.model.methods.check_whole()
         if self.model.engine.gate is not None:
             self.model.engine.wait_for_homes()
         tensors, scalars = split_state(self.method.state_dict() if state is None else state)

@@ -63,11 +63,13 @@ def constructor(row: Traits) -> str:
     """The settings that the class of a method takes, for `help(keyhole.LOMO)`."""
     cls: type = row.settings
     usual, (low, high) = row.rates(row.settings())
-    lines = [f"lr: number, default {usual:g}; known to work from {low:g} to {high:g}"]
-    for each in fields(cls):
-        doc = each.metadata.get("doc") or settings()[each.metadata.get("key", each.name)].doc
-        lines.append(f"{each.name}: {describe(kinds(cls)[each.name])}, default {each.default!r}\n        {doc}")
-    return "\n\nSettings, beside the model that keyhole.load returns:\n\n    " + "\n    ".join(lines)
+    lines = [
+        f"{each.name}: {describe(kinds(cls)[each.name])}, default {each.default!r}\n        "
+        + str(each.metadata.get("doc") or settings()[each.metadata.get("key", each.name)].doc)
+        for each in fields(cls)
+    ]
+    rate = f"lr: number, default {usual:g}; known to work from {low:g} to {high:g}"
+    return "\n    ".join(["\n\nSettings, beside the model that keyhole.load returns:\n", rate, *lines])
 
 
 def explain() -> str:

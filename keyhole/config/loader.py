@@ -193,8 +193,8 @@ def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
     key, _, typed = word.partition("=")
     key, text = key.strip(), typed.strip()
     if not key or not text:  # a variable of the shell that is not set must not mean a default
-        said = "such as learning_rate=1e-5; null stands for no value"
-        faults.append(Finding("", f"`{word}`: write key=value, {said}", COMMAND_LINE))
+        said = f"`{word}`: write key=value, such as learning_rate=1e-5; null stands for no value"
+        faults.append(Finding("", said, COMMAND_LINE))
         return {}
     node: yaml.Node | None = yaml.ScalarNode(NULL_TAG if text in ("~", "null") else STR_TAG, text)
     is_text = key in settings() and settings()[key].type in (str, str | None)

@@ -76,8 +76,8 @@ def save(directory: Path, method: Method, scheduler: Scheduler, step: int, asked
         write_tensors(directory / TENSORS, {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)})
     about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(asked.own), TRAINED: trained}
     numbers = identity(json.loads(method.model.config.to_json_string()))
-    state = State(step, method=scalars, config=about, versions=versions(), base_config=numbers)
-    write_state(directory, state, leave_out=(MARK,))
+    whole = State(step, method=scalars, config=about, versions=versions(), base_config=numbers)
+    write_state(directory, whole, leave_out=(MARK,))
 
 
 def drop_begun(directory: Path) -> None:
@@ -135,8 +135,8 @@ def verified(directory: Path, asked: Wanted, trained: list[str], model: Model) -
             )
     if fault := config_fault(state.base_config, identity(json.loads(model.config.to_json_string()))):
         raise UserError(
-            f"resume_from_checkpoint: {directory} is of a model that computes something else than {model.source}: "
-            f"{fault}; restore it, or start a new run with the checkpoint as model"
+            f"resume_from_checkpoint: {directory} is of another model; {model.source or 'this one'} {fault}; restore "
+            "it, or start a new run with the checkpoint as model"
         )
     differ = sorted({*about[TRAINED]} ^ {*trained})
     if differ and not row.keeps_base:  # else adapters alone are trained, and compared when the state is loaded

@@ -39,7 +39,6 @@ from keyhole.checkpoint.state import State
 from keyhole.errors import Mixed, UserError, warn
 from keyhole.hf import checkpoints, refusals
 from keyhole.hf.arguments import KeyholeArguments, load_model, make_method, wanted
-from keyhole.machine.text import counted
 from keyhole.methods.base import Method
 from keyhole.model.classification import MULTI_LABEL, REGRESSION, problem_of
 from keyhole.model.model import Model
@@ -104,7 +103,6 @@ class KeyholeMixin(Base):
         try:
             done = super().train(resume_from_checkpoint, *args, **options)
             self.method.flush()
-            self._look_back()
             return done
         except Mixed as error:
             checkpoints.drop_begun(root / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
@@ -145,22 +143,6 @@ class KeyholeMixin(Base):
         self._skipped = self._skipped + ~torch.isfinite(loss)  # on the device: nothing waits for it
         return loss.to(self.args.device)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
-        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
-            self._look_back()
-        super()._maybe_log_save_evaluate(*args, **options)
-
-    def _look_back(self) -> None:
-        """Mixed if the last step was applied in part; a warning if the loss of some was not finite."""
-        self.keyhole.methods.check_whole()
-        skipped, self._skipped = int(self._skipped), 0
-        if skipped:
-            warn(
-                f"loss: NaN or infinite in {counted(skipped, 'step')} up to step {self.state.global_step}, whose "
-                "updates are left out; likely: a learning_rate that is too high (try a third of it), float16, or the "
-                "batches"
-            )
-
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
         """The norm before clipping; the step has already clipped."""
         return self._get_grad_norm(model)
@@ -170,7 +152,15 @@ class KeyholeMixin(Base):
         return found.detach() if isinstance(found, torch.Tensor) else found
 
     def log(self, logs: dict[str, float], *more: object, **options: object) -> None:
-        """Logs, with the method's numbers of its last step."""
+        """Logs, with the method's numbers of its last step; Mixed if that was applied in part. Warns of losses that
+        were not finite."""
+        self.keyhole.methods.check_whole()
+        skipped, self._skipped = int(self._skipped), 0
+        if skipped:
+            warn(
+                f"loss: NaN or infinite in {skipped} of the steps up to {self.state.global_step}, whose updates are "
+                "left out; likely: a learning_rate that is too high (try a third of it), float16, or the batches"
+            )
         if "loss" in logs and hasattr(self, "method"):
             logs |= {name: float(value) for name, value in self.method.metrics().items() if name not in logs}
         super().log(logs, *more, **options)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 from keyhole.errors import UserError
 from keyhole.limits import BelowOne, NotNegative, Positive, Seed, describe, fits
 
-RATES = ("lr", "learning_rate")  # by the names that others give it
+OTHERS = dict.fromkeys(("lr", "learning_rate"), "lr of the class itself, or learning_rate of KeyholeArguments")
 FROZEN_WIRES = ("int8", "int4", "nf4")  # formats whose weights are never changed (ops/lowbit.py)
 Fault = tuple[str, str]  # a key of the config, and the error in its value
 Rates = tuple[float, tuple[float, float]]  # a learning rate, and the range of rates that worked
@@ -137,12 +137,11 @@ def kinds(cls: type) -> dict[str, object]:
 
 def check_values(cls: type, given: Mapping[str, object], section: str) -> None:
     """UserError for a setting that there is not, is not of its type, or outside of its bounds."""
-    known, keys = kinds(cls), {each.metadata.get("key"): each.name for each in fields(cls)}
+    known, others = kinds(cls), OTHERS | {each.metadata.get("key"): each.name for each in fields(cls)}
     for name, value in given.items():
         if name not in known:
-            near = [keys[name]] if name in keys else get_close_matches(str(name), known, n=1)
-            near = ["lr, beside the settings; learning_rate, in KeyholeArguments"] if name in RATES else near
-            meant = "".join(f"; did you mean {word}?" for word in near)
+            near = others.get(name) or "".join(get_close_matches(str(name), known, n=1))
+            meant = near and f"; did you mean {near}?"
             raise UserError(f"settings: {section} has no {name}{meant}; it takes {', '.join(sorted(known))}")
         if not fits(value, known[name]):
             raise UserError(f"{section}.{name}: found {value!r}, expected {describe(known[name], full=True)}")

@@ -279,7 +279,7 @@ class AttachedMethods:
 
     def check_whole(self) -> None:
         """Called before weights or a state are written, or trained on: Mixed if a step was applied to a part of them.
-        Whatever writes goes through one of its callers (weights/save.py, checkpoint/writer.py, Method.state_dict)."""
+        Whatever writes goes through one of its callers (weights/save.py, Method.state_dict and flush)."""
         for name in (method.name for method in self.trained if not method.is_whole):
             raise Mixed(
                 f"{name}: a gradient was not finite, or an error came in between, and a part of the last step had been "

@@ -240,9 +240,13 @@ class Model:
         return self.device_weights.table_rows(ids_M, self.pinned)
 
     @overload
-    def nll(self, batch: Batch) -> Scores: ...
+    def nll(self, batch: Batch) -> Scores:
+        """Of one batch."""
+
     @overload
-    def nll(self, batch: Sequence[Batch]) -> list[Scores]: ...
+    def nll(self, batch: Sequence[Batch]) -> list[Scores]:
+        """Of several."""
+
     @without_autocast()
     @torch.no_grad()
     def nll(self, batch: Batch | Sequence[Batch]) -> Scores | list[Scores]:
@@ -257,9 +261,13 @@ class Model:
         return evaluation.token_scores(self, batches)
 
     @overload
-    def logits(self, batch: Batch) -> torch.Tensor: ...
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Of one batch."""
+
     @overload
-    def logits(self, batch: Sequence[Batch]) -> list[torch.Tensor] | list[Scores]: ...
+    def logits(self, batch: Sequence[Batch]) -> list[torch.Tensor] | list[Scores]:
+        """Of several."""
+
     @without_autocast()
     @torch.no_grad()
     def logits(self, batch: Batch | Sequence[Batch]) -> torch.Tensor | list[torch.Tensor] | list[Scores]:

@@ -7,7 +7,6 @@ written before data, model and method have been checked.
 """
 
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 import transformers.modeling_utils  # every model needs these three, so they are timed with the other imports
@@ -28,7 +27,6 @@ from keyhole.machine.host import versions
 from keyhole.machine.probe import environment
 from keyhole.methods import METHODS
 from keyhole.model.structure.config_files import base_config
-from keyhole.model.structure.source import find_directory
 from keyhole.model.weights.save import check_names
 from keyhole.training import rundir
 from keyhole.training.display import Display
@@ -130,8 +128,7 @@ def lead(
     with parts.waiting.phase("hashing the weights"):
         known = origin.original or State(0)
         if origin.state is None:
-            numbers = base_config(find_directory(config.model))
-            known = State(0, base=parts.model_hash(config.model), base_config=numbers)
+            known = State(0, base=parts.model_hash(config.model), base_config=base_config(config.model))
     writer = Writer(model, method)
     groups = [
         model_lines(model.module, model.layout, model.dtype, method.keeps_base),
@@ -168,8 +165,15 @@ def lead(
             run.say(f"warning: {directory.metrics} is damaged: {metrics.lacks}; the run goes on without them")
         selection = Selection(config, run.judge.metric or "loss", metrics.kept)
         judged = selection.check_rows(judged, None if origin.state is None else origin.state.selection)
-        about = State(0, config=flat_config(config), versions=versions(), run=run_id, selection=judged)
-        about = replace(about, base=known.base, base_config=known.base_config)
+        about = State(
+            0,
+            config=flat_config(config),
+            versions=versions(),
+            run=run_id,
+            base=known.base,
+            base_config=known.base_config,
+            selection=judged,
+        )
         reports = open_reports(run, display, run_id, lines, metrics.kept, machine)
         opened.callback(reports.close)
         journal = open_journal(run, about) if METHODS[config.method].journaled else None

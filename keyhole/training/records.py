@@ -26,6 +26,7 @@ from keyhole.disk.files import open_regular, replacing
 from keyhole.disk.json_text import json_text
 from keyhole.methods.base import Method
 from keyhole.methods.zo.method import ZO
+from keyhole.model.structure.config_files import base_config
 from keyhole.report.entries import Entry, is_test, read_lines
 from keyhole.training.metrics import Reading
 from keyhole.training.run import Observer, Run
@@ -180,7 +181,7 @@ def open_journal(run: Run, about: State) -> Journaling:
         config=about.config,
         versions=about.versions,
         run=about.run,
-        base_config=about.base_config,
+        base_config=about.base_config if path is None or method.light else base_config(path),
     )
     writer = continued(run.origin, header.source, run.directory.journal, header, run.config.journal_sync)
     return Journaling(writer, method, run.say)

@@ -241,8 +241,8 @@ def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> lis
     lines = [f"resume: from {choice.path or config.model}, {state.step} steps done", *passed, *origin.notes]
     if origin.tail:
         lines.append(f"resume: the journal has {len(origin.tail)} steps more, up to step {origin.step}; replaying them")
-    base = None if origin.original is None else origin.original.base
-    lines += [f"resume: {change}" for change in apply_changes(state, config, origin.step, base)]
+    changes = apply_changes(state, config, origin.step, None if origin.original is None else origin.original.base)
+    lines += [f"resume: {change}" for change in changes]
     then, now = state.versions, versions()
     other = [f"{name} {then[name]} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]
     return lines + [f"resume: {change}: equal to the last bit only with the same version" for change in other]

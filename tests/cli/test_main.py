@@ -17,7 +17,7 @@ from tests.matrix import in_every_run
 
 ROOT = Path(keyhole.cli.__file__).parents[2]
 SURFACE_TEXT = """
-: --version
+: --version --install-completion --show-completion
 train: CONFIG KEY=VALUE --resume --dry-run --allow-code-execution
 plan: KEY=VALUE MODEL|CONFIG --gpu --ram --link --tokens --steps --machine --measure --json
 data: CONFIG KEY=VALUE -n --count
@@ -60,6 +60,30 @@ def surface_of(command: Any, name: str = "") -> dict[str, set[str]]:
 def test_the_surface_is_frozen() -> None:
     """A new verb or option must be added here too, on purpose; a setting belongs into the config instead."""
     assert surface_of(typer.main.get_command(app)) == SURFACE
+
+
+@pytest.mark.parametrize("verb", [[], ["config"], ["bench"]])
+def test_a_summary_fits_a_line(verb: list[str], monkeypatch: Any, capsys: Any) -> None:
+    """Of 80 columns, with its last word."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*verb, "--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "offers"),
+    [
+        ("keyhole tr", {"train"}),
+        ("keyhole train my.yaml --lr 3 --res", {"--resume"}),
+        ("keyhole train my.yaml learning_r", {"learning_rate="}),
+    ],
+)
+def test_the_shell_completes_a_line(line: str, offers: set[str], monkeypatch: Any, capsys: Any) -> None:
+    """Verbs, options, settings; what is wrong before the cursor is no error yet."""
+    for name, value in (("_KEYHOLE_COMPLETE", "complete_bash"), ("COMP_WORDS", line), ("COMP_CWORD", line.count(" "))):
+        monkeypatch.setenv(name, str(value))
+    assert main([]) == 0
+    assert {*capsys.readouterr().out.split()} == offers
 
 
 def test_our_error_keeps_its_traceback_and_asks_for_env(monkeypatch: Any, capsys: Any) -> None:

@@ -36,7 +36,7 @@ def test_a_checkpoint_of_another_method_settings_or_model_is_refused(
     args = KeyholeArguments(str(tmp_path), method="zo", method_settings={"rank": 2}, use_cpu=True, report_to=[])
     for key, value, says in (("intermediate_size", 16, "was 64 then"), ("rms_norm_eps", 0.5, "was .*, and is 0.5 now")):
         other = AutoConfig.from_pretrained(tiny_model, **{key: value})  # of the second all weights would fit
-        with pytest.raises(UserError, match=f"{key} in its config.json {says}"):
+        with pytest.raises(UserError, match=f"another config.json: {key} {says}"):
             KeyholeTrainer(other, args, train_dataset=batches).train(resume_from_checkpoint=True)
 
 

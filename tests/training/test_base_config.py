@@ -47,7 +47,7 @@ def test_another_config_under_the_weights_is_refused(
     edit(transformers_version="9.9", use_cache=False)
     assert resume(3) == 0
     edit(rms_norm_eps=0.5)
-    words = r"rms_norm_eps in its config.json was 1e-06 then, and is 0.5 now"
+    words = r"has another config.json: rms_norm_eps was 1e-06 then, and is 0.5 now"
     with pytest.raises(UserError, match=f"--resume: .*{words}") as refused:
         resume(4)
     assert refused.value.code == 2
@@ -58,6 +58,6 @@ def test_another_config_under_the_weights_is_refused(
 
 def test_what_identifies_a_config() -> None:
     """Keys of configs inside it count; dtype does under either name; who wrote the file does not."""
-    inside = {"text_config": {"eps": 1, "transformers_version": "4"}, "torch_dtype": "torch.float32"}
+    inside = {"text_config": {"eps": 1, "transformers_version": "4"}, "torch_dtype": "float32"}
     assert identity(inside) == identity({"dtype": "float32", "text_config": {"eps": 1}, "_name_or_path": "x"})
     assert identity(inside) == {"text_config.eps": 1, "dtype": "float32"}

@@ -72,8 +72,10 @@ def parse_spec(text: str, name: str, source: str) -> TaskSpec:
     kinds["metric"] = kinds.pop("metrics")
     known = [key for key in kinds if key != "name"]
     if unknown := [key for key in given if key not in known]:
-        near = nearest(unknown[0], known)
-        raise UserError(f"task {source}: unknown key {listed(unknown)}{near}; a task file may have {', '.join(known)}")
+        raise UserError(
+            f"task {source}: unknown key {listed(unknown)}{nearest(unknown[0], known)}; a task file may have "
+            f"{', '.join(known)}"
+        )
     if "candidate" in given and "candidates" not in given:
         raise UserError(f"task {source}: candidate: words one of the candidates; did you mean `candidates`, the list?")
     if missing := [key for key in ("columns", "prompt", "metric") if key not in given]:

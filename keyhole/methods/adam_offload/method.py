@@ -172,7 +172,7 @@ class AdamOffload(GradientMethod, Sink):
 
     def _settle(self) -> None:
         self.updates.settle()
-        if self._is_mixed:
+        if self.current.bad and self.current.applied:
             self.model.methods.check_whole()
 
     def _flush(self) -> None:
@@ -186,16 +186,11 @@ class AdamOffload(GradientMethod, Sink):
         self._settle()
 
     @property
-    def _is_mixed(self) -> bool:
-        """Whether the last step was applied in part, by the updates that are done."""
-        return self.current.bad and self.current.applied
-
-    @property
     def is_whole(self) -> bool:
         """Waits for all updates."""
         if not self.is_settled and self._end.alive:
             self.exchange.drain()
-        return not self._is_mixed
+        return not (self.current.bad and self.current.applied)
 
     @property
     def is_settled(self) -> bool:

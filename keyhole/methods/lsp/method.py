@@ -83,7 +83,6 @@ class LSP(GradientMethod):
         return 2 if self.settings.checks(self.step_count) else 1
 
     def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:
-        self._check_known()
         if self.settings.checks(self.step_count):
             self._flush()
         if self.updates.host is not None:
@@ -101,7 +100,8 @@ class LSP(GradientMethod):
 
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         updates, self.check = self.updates, None
-        self._check_known()
+        if updates.is_mixed():  # by what is known without waiting
+            self.model.methods.check_whole()
         if self.settings.checks(self.step_count):
             begin_s, asked = time.perf_counter(), (self.targets, self.step_count, updates.moments_of)
             self.check = Check(self.settings, *asked, self.sample, self.model.ranks, self.judge)
@@ -123,15 +123,9 @@ class LSP(GradientMethod):
 
     def _flush(self) -> None:
         """Applies all deferred updates: the weights at home are those after the last step."""
-        self._check_known()
         self.updates.apply_owed(lambda unit: True)
         self._is_flushed = True
         self.model.methods.check_whole()
-
-    def _check_known(self) -> None:
-        """Mixed if a step was applied in part, by what is known without waiting."""
-        if self.updates.is_mixed():
-            self.model.methods.check_whole()
 
     @property
     def is_whole(self) -> bool:

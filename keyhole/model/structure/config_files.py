@@ -20,7 +20,6 @@ sizes are checked when the file is read.
 """
 
 import copy
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 from keyhole.disk.json_text import Json, read_json
 from keyhole.errors import UserError
+from keyhole.model.structure.source import find_directory
 
 LAYERS, MOST_LAYERS = ("layers", "n_layer", "num_blocks", "n_block"), 4096
 SIZES, MOST_SIZE = (
@@ -73,22 +73,22 @@ def identity(config: Json, prefix: str = "") -> Json:
         if isinstance(value, dict):
             found |= identity(value, f"{prefix}{key}.")
         elif key not in NO_NUMBER:
-            is_dtype = key in ("dtype", "torch_dtype") and isinstance(value, str)
-            found[prefix + ("dtype" if is_dtype else key)] = value.removeprefix("torch.") if is_dtype else value
+            found[prefix + ("dtype" if key == "torch_dtype" else key)] = value
     return found
 
 
-def base_config(directory: Path) -> Json:
-    """The identity of the model in a directory; {} if only its weight files (GGUF) describe it, which are hashed."""
-    path = directory / "config.json"
+def base_config(model: str | Path) -> Json:
+    """The identity of a model's files; {} if only those of its weights (GGUF) describe it, which are hashed."""
+    path = find_directory(model) / "config.json"
     return identity(read_json(path, "model")) if path.exists() else {}
 
 
 def config_fault(then: Json | None, now: Json) -> str | None:
     """The first key that differs from an identity that was written down (None: none was), then and now."""
-    key = next((key for key in sorted({*(then or {}), *now}) if then is not None and then.get(key) != now.get(key)), "")
-    of = [json.dumps(each[key]) if key in each else "not there" for each in (then or {}, now)]
-    return f"{key} in its config.json was {of[0]:.200} then, and is {of[1]:.200} now" if key else None
+    then = now if then is None else then
+    differ = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+    told = [f"{key} was {then.get(key)!r:.200} then, and is {now.get(key)!r:.200} now" for key in differ]
+    return f"has another config.json: {told[0]}" if told else None
 
 
 def check_implementation(key: str, value: object, where: object) -> None:

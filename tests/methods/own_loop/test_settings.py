@@ -1,13 +1,16 @@
 """Settings of a method that is made without a config: checked, named as in one, and not changed later."""
 
+import re
 from dataclasses import FrozenInstanceError
+from inspect import signature
 from typing import Any
 
 import pytest
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods import METHODS
+from keyhole.methods import CLASSES, METHODS
+from keyhole.methods.settings import kinds
 from tests.methods.lomo.loops import load
 
 
@@ -36,6 +39,15 @@ def test_settings_have_types_and_bounds_without_a_config_too(name: str, key: str
     """A norm or a clip below 0 would turn the gradient round, a decay below 0 would make weights grow."""
     with pytest.raises(UserError, match=rf"{key}: found {value!r}, expected "):
         METHODS[name].load()(load("llama"), 1e-3, **{key: value})
+
+
+def test_help_needs_no_repository() -> None:
+    """Of load every argument is explained, of a method every setting, without a word about files of keyhole."""
+    told = {keyhole.load: signature(keyhole.load).parameters}
+    told |= {getattr(keyhole, name): ["lr", *kinds(row.settings)] for name, row in CLASSES.items()}
+    for explained, names in told.items():
+        assert not [name for name in names if not re.search(rf"\b{name}\b", explained.__doc__)]
+    assert not re.search(r"\.py|docs/", keyhole.load.__doc__)
 
 
 def test_a_wrong_setting_is_named_as_in_a_config() -> None:
