@@ -21,7 +21,7 @@ metric: accuracy
 WRONG = [
     ("prompt: x", "columns, metric is missing"),
     (GOOD.replace("candidates:", "candidate:"), "did you mean `candidates`, the list"),
-    (GOOD + "promt: x", "unknown key promt; did you mean `prompt`.; a task file may have title, columns"),
+    (GOOD + "promt: x", "unknown key promt; did you mean `prompt`?; a task file may have title, columns"),
     (GOOD + "title: again", "line 8: title is given twice, also in line 2"),
     (GOOD.replace("accuracy", "acuracy"), "metric: expected accuracy, f1"),
     (GOOD.replace("accuracy", "[accuracy, exact_match]"), "do not go together"),
