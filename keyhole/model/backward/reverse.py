@@ -235,9 +235,9 @@ class Reverse:
             for place, unit in enumerate(self.units_of[block]):
                 stored = self.model.engine.acquire(unit.index, changes=self.trains)
                 computed = self.model.device_weights.in_compute_dtype(unit, stored, place)
-                self.model.binding.bind(unit, computed, self.common)
+                views = self.model.binding.bind(unit, computed, self.common)
                 if self.trains:
-                    gradients.enter_unit(unit, stored)
+                    gradients.enter_unit(unit, stored, views)
             for waiting in [one for visit in stops[i - 1].values() for one in visit.call.on_host] if i > 0 else ():
                 waiting.prefetch()
             to_come[block] -= 1
@@ -266,8 +266,8 @@ class Reverse:
         for unit in self.units_of[block]:
             if done:
                 self.gradients.is_final = True
-                for tensor in unit.tensors:  # where the last visit added nothing, the hook did not run
-                    self.gradients.accumulated(tensor.param)
+                for param in [tensor.param for tensor in unit.tensors if tensor.param.grad is not None]:
+                    self.gradients.accumulated(param)  # where the last visit added nothing, the hook did not run
                 if self.gradients.sink.finished(unit):
                     self.model.engine.commit(unit.index)
             self.model.engine.release(unit.index)

@@ -146,7 +146,8 @@ class HandOver:
         self.visited_once = False  # the current block is visited once: a product that it offers is complete
         self.stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, for the current block
         self.count = 0  # gradients handed over as tensors, in this backward pass
-        self._param_at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter
+        self._params: list[nn.Parameter] = []  # of the current block
+        self._param_at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter, once it is asked for
         self.tensors = {id(t.param): t for t in layout.tensors}
         self._chunks: dict[int, list[Unit]] = {}  # id(param) -> the units that hold its rows, if it is cut into them
         for unit in layout.units:
@@ -165,16 +166,17 @@ class HandOver:
         self.is_final = self.visited_once = False
         self.leave_block()
 
-    def enter_unit(self, unit: Unit, stored: torch.Tensor) -> None:
-        """A unit of the current block is bound. stored: its weights as stored, which parameters may point to."""
-        for tensor in unit.tensors:
-            same = tensor.param.dtype == stored.dtype
-            self.stored[id(tensor.param)] = tensor.param.data if same else view(stored, tensor, unit.start)
-            self._param_at[tensor.param.data_ptr()] = tensor.param
+    def enter_unit(self, unit: Unit, stored: torch.Tensor, views: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """A unit of the current block is bound. stored: its weights as stored, which parameters may point to; views: as
+        they are bound, the unit's last."""
+        for tensor, (param, at) in zip(unit.tensors, views[-len(unit.tensors) :], strict=True):
+            self.stored[id(param)] = at if at.dtype == stored.dtype else view(stored, tensor, unit.start)
+            self._params.append(param)
 
     def leave_block(self) -> None:
         """The units of the current block are released."""
         self.stored.clear()
+        self._params.clear()
         self._param_at.clear()
 
     @torch.no_grad()
@@ -192,6 +194,9 @@ class HandOver:
     def offer_at(self, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
         """Like `offer`, for a compiled block, which identifies its weights by their addresses and offers each once."""
         address, sums = w_OI.data_ptr(), self.sink.accumulates
+        if self._params:
+            self._param_at = {param.data_ptr(): param for param in self._params}
+            self._params = []
         param = self._param_at.get(address) if sums else self._param_at.pop(address, None)
         if param is None or not (sums or self.visited_once):
             raise UserError(

@@ -71,19 +71,22 @@ class Binding:
         for param, at in self._home_views:
             param.data = at
 
-    def bind(self, unit: Unit | None, flat: torch.Tensor | None, common: torch.Tensor) -> None:
+    def bind(self, unit: Unit | None, flat: torch.Tensor | None, common: torch.Tensor) -> Views:
         """Points the parameters of a block unit into `flat`, and those of the common unit outside of blocks and in the
-        unit's block into `common`. (A pass that enters the next block calls `enter_block` for that one.)"""
+        unit's block into `common`. (A pass that enters the next block calls `enter_block` for that one.) Returns all of
+        them with where they point; last those of the unit, in its order."""
         self.common = common
         if unit is not None and unit.rows is not None:  # there may be thousands of experts: their views are not kept
             self.enter_block(None)
             self.enter_block(unit.block)
             assert flat is not None
-            unit.tensors[0].param.data = rows_view(unit, flat)
-            return
+            unit.tensors[0].param.data = rows = rows_view(unit, flat)
+            return [(unit.tensors[0].param, rows)]
         key = ("unit", None if unit is None or flat is None else (unit.index, flat.data_ptr()), common.data_ptr())
-        for param, at in self._kept(key, lambda: self._views_of(unit, flat)):
+        views = self._kept(key, lambda: self._views_of(unit, flat))
+        for param, at in views:
             param.data = at
+        return views
 
     def enter_block(self, block: int | None) -> None:
         """Points those of the common unit in a block (None: outside of all blocks) into the pass's copy of it."""
