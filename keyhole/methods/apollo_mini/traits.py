@@ -23,6 +23,7 @@ APOLLO_MINI = replace(
     name="apollo-mini",
     cls="keyhole.methods.apollo_mini.method:APOLLOMini",
     settings=APOLLOMiniConfig,
+    formulas="keyhole.methods.apollo_mini.memory:FORMULAS",
     learning_rate=2e-5,
     sane_rates=(1e-7, 1e-2),
     steps=1.1,
