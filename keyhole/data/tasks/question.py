@@ -97,7 +97,9 @@ def build(record: Record, spec: TaskSpec) -> Question | None:
             row[name] = expression.run(row)
         return _choice(record.where, row, spec) if spec.kind == CHOICE else _free(record.where, row, spec)
     except UserError as error:
-        raise UserError(f"{record.where}: {error}") from None
+        lacks = [" or ".join(names) for key, names in spec.columns.items() if record.columns and record.row[key] is None]
+        has = f"; the row has nothing in {listed(lacks)}; its columns are {listed(record.columns)}" if lacks else ""
+        raise UserError(f"{record.where}: {error}{has}") from None
 
 
 def _choice(where: str, row: Row, spec: TaskSpec) -> Question:
@@ -144,7 +146,8 @@ def _label(value: object, count: int, spec: TaskSpec) -> int:
         if not spec.labels:
             known = f"the number of a candidate, from 0 to {count - 1}"
             hint = 'other spellings: `labels` of the task\'s file; the text of a candidate: `right: "label"`'
-        raise UserError(f"label: found {value!r:.60}, expected {known} ({hint})")
+        told = "no column for it" if value is None else f"{value!r:.60}"
+        raise UserError(f"label: found {told}, expected {known} ({hint})")
     return found[0]
 
 
