@@ -136,7 +136,9 @@ def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False)
     else:
         rows = _of_files(replace(settings, eval_data=None, train_weights=None), tokenizer, known, max(1, count))
     names = () if rows.labels is None else rows.labels.names
-    return "\n".join([*dropout_lines(tokenizer), *rows.report, "", preview(rows.train, tokenizer, count, color=color, labels=names)])
+    return "\n".join(
+        [*dropout_lines(tokenizer), *rows.report, "", preview(rows.train, tokenizer, count, color=color, labels=names)]
+    )
 
 
 def _model_config(settings: DataSettings) -> "PreTrainedConfig":

@@ -22,9 +22,8 @@ def needed(tokenizer: "Tokenizer | None", model: object = "the directory") -> To
 
 def dropout_lines(tokenizer: Tokenizer) -> list[str]:
     """For a report: that BPE dropout was switched off when the tokenizer was read (model/structure/source.py)."""
-    rate = vars(tokenizer).get("keyhole_dropout")
-    off = f"tokenizer: its BPE dropout of {rate} is off: a text has the same tokens in every run"
-    return [] if rate is None else [off]
+    rates = (rate for key, rate in vars(tokenizer).items() if key == "keyhole_dropout")
+    return [f"tokenizer: its BPE dropout of {rate} is off: a text has the same tokens in every run" for rate in rates]
 
 
 def bos_ids(tokenizer: Tokenizer) -> list[int]:

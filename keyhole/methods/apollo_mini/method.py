@@ -20,17 +20,13 @@ size. A length of 0 does not limit the next one, which the published code would 
 The rule needs the gradient of one matrix at a time, as LOMO's backward pass provides it; everything else is LOMO's.
 """
 
-from typing import Any
-
 import torch
 
 from keyhole import ops
-from keyhole.methods.apollo_mini.memory import SLOTS, format_of, host_state
+from keyhole.methods.apollo_mini.memory import PAGING
 from keyhole.methods.apollo_mini.traits import APOLLO_MINI, APOLLOMiniConfig
 from keyhole.methods.lomo.adam_pages import AdamPages
 from keyhole.methods.lomo.method import LOMO
-from keyhole.methods.work import check_host_memory
-from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 
 GROWTH = 1.01
@@ -42,22 +38,17 @@ class APOLLOUpdate(AdamPages):
 
     own: APOLLOMiniConfig
     keys = frozenset({"lost", "sketch_avg", "sketch_avg_sq", "length"})
-    eps_first = True
-
-    def __init__(self, model: Model, own: APOLLOMiniConfig, *args: Any) -> None:
-        check_host_memory(*host_state(model.layout, set(), model.dtype.itemsize, own))
-        super().__init__(model, own, *args, format=format_of(model.dtype.itemsize), slots=SLOTS)
+    paging, eps_first = PAGING, True
 
     def of_a_matrix(
         self, tensor: FlatTensor, grad: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, float, torch.Tensor]:
         own, kept = self.own, self.kept[tensor.name]
         sketch = self._sketch(tensor, grad, (count - 1) // own.refresh) * self.scale
-        for name in ("sketch_avg", "sketch_avg_sq"):
-            kept.setdefault(name, torch.zeros_like(sketch))
         last = kept.setdefault("length", torch.zeros_like(self.scale))
-        mean = kept["sketch_avg"].lerp_(sketch, 1 - own.beta1)
-        square = kept["sketch_avg_sq"].mul_(own.beta2).addcmul_(sketch, sketch, value=1 - own.beta2)
+        mean, square = (kept.setdefault(name, torch.zeros_like(sketch)) for name in ("sketch_avg", "sketch_avg_sq"))
+        mean.lerp_(sketch, 1 - own.beta1)
+        square.mul_(own.beta2).addcmul_(sketch, sketch, value=1 - own.beta2)
         factor = ops.norm(mean / square.sqrt().add_(own.eps)) / (ops.norm(sketch) + TINY)
         length = factor * ops.norm(grad) * self.scale
         growth = torch.where(last > 0, GROWTH * (last + TINY) / length, 1.0).clamp(max=1.0)

@@ -15,6 +15,7 @@ On several ranks each has all pages and makes the same update in its slot (updat
 
 from abc import abstractmethod
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,16 +23,21 @@ from typing import Any
 import torch
 
 from keyhole import ops
+from keyhole.machine.sizes import GIB
 from keyhole.methods.base import Saved, State
+from keyhole.methods.lomo.traits import LOMOSettings
 from keyhole.methods.lomo.update import Update
-from keyhole.methods.settings import AdamSettings
-from keyhole.methods.states import PLACES, Format, StatePages
+from keyhole.methods.settings import AdamSettings, MethodSettings
+from keyhole.methods.states import FORMATS, PLACES, Format, StatePages
+from keyhole.methods.work import check_host_memory
+from keyhole.methods.workload import Room, Workload
 from keyhole.model.backward.sink import tensors_of
+from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 
 ALIGN = 64  # elements
 PIECE, PER_ELEMENT = 2**21, 24
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS, UPDATES = ("exp_avg", "exp_avg_sq"), "updates"
 
 
 @dataclass(frozen=True)
@@ -44,61 +50,89 @@ class Kept:
     begin: int
     padded: int
 
-    @property
-    def end(self) -> int:
-        return self.begin + len(self.names) * self.padded
-
     def of(self, page: torch.Tensor, part: FlatTensor) -> dict[str, torch.Tensor]:
         """The arrays of the tensor, or of one expert of a stack, as views of the page."""
-        first = self.begin + part.start - self.tensor.start
-        begins = {name: first + i * self.padded for i, name in enumerate(self.names)}
-        return {name: page[at : at + part.shape.numel()].view(part.shape) for name, at in begins.items()}
+        first, numel = self.begin + part.start - self.tensor.start, part.shape.numel()
+        return {n: page[first + i * self.padded :][:numel].view(part.shape) for i, n in enumerate(self.names)}
 
 
 def kept_in(unit: Unit, of_matrix: tuple[str, ...]) -> list[Kept]:
     """The content of a unit's page. of_matrix: what a matrix of a block keeps."""
-    found: list[Kept] = []
+    found, begin = list[Kept](), 0
     for tensor in (tensor for tensor in tensors_of(unit) if tensor.param.requires_grad):
         names, padded = of_matrix if tensor.in_matrices else MOMENTS, -(-tensor.shape.numel() // ALIGN) * ALIGN
-        found.append(Kept(tensor, unit.index, names, found[-1].end if found else 0, padded))
+        found.append(Kept(tensor, unit.index, names, begin, padded))
+        begin += len(names) * padded
     return found
 
 
 def page_numels(layout: Layout, of_matrix: tuple[str, ...]) -> dict[int, int]:
     """The length of each unit's page, in numbers."""
-    pages = {unit.index: kept_in(unit, of_matrix) for unit in layout.units}
-    return {unit: page[-1].end if page else 0 for unit, page in pages.items()}
+    return {unit.index: sum(len(k.names) * k.padded for k in kept_in(unit, of_matrix)) for unit in layout.units}
 
 
-def device_state(numels: dict[int, int], format: Format, slots: int) -> int:
-    """Bytes on the device."""
-    largest = max(numels.values())
-    return int(slots * format.bytes * largest) + PER_ELEMENT * min(PIECE, largest)
+@dataclass(frozen=True)
+class Paging:
+    """What a method keeps in pages, in its words and bytes: a matrix of a block arrays of these names, the rest two
+    moments; slots: pages that are on the device at a time. The format is the setting `moments`; without such a setting
+    that of the model, whose 16-bit formats are bfloat16 here."""
+
+    name: str
+    settings: type[MethodSettings]
+    of_matrix: tuple[str, ...]
+    slots: Callable[[Layout], int]
+
+    def format(self, own: MethodSettings | None, element_bytes: int) -> Format:
+        return FORMATS[vars(own or self.settings()).get("moments", "float32" if element_bytes == 4 else "bfloat16")]
+
+    def host_state(
+        self,
+        layout: Layout,
+        streamed: set[int],
+        element_bytes: int,
+        own: MethodSettings | None = None,
+        cut: dict[int, tuple[int, int]] | None = None,
+    ) -> tuple[str, int]:
+        """What is kept in host memory, in words and bytes. Every rank has all of it."""
+        state = int(self.format(own, element_bytes).bytes * sum(page_numels(layout, self.of_matrix).values()))
+        less = " (half: {}.moments=bfloat16)" if vars(own or self).get("moments") == "float32" else ""
+        return f"{self.name} keeps {state / GIB:.1f} GiB of state{less.format(self.name)}", state
+
+    def on_device(self, layout: Layout, work: Workload, room: Room) -> int:
+        """Bytes on the device."""
+        largest = max(page_numels(layout, self.of_matrix).values())
+        page = self.format(work.settings, room.formats.dtype.itemsize).bytes * largest
+        return int(self.slots(layout) * page) + PER_ELEMENT * min(PIECE, largest)
+
+    def work(self, layout: Layout, work: Workload, room: Room) -> dict[str, float]:
+        """What the pages add to the work of a step."""
+        _, state = self.host_state(layout, set(), room.formats.dtype.itemsize, work.settings)
+        return {"touched": 2 * state, **dict.fromkeys(("up", "down", "host_bytes", "saved_bytes"), state)}
 
 
 class AdamPages(Update):
     """AdamW, the pages, and how they are saved."""
 
     whole_tensors = True
-    of_matrix: tuple[str, ...] = ()  # what a matrix of a block keeps in its page
+    paging: Paging
     # eps is added to the root of the second moment before this is corrected for its start at 0; else after it.
     eps_first = False
 
-    def __init__(self, *args: Any, format: Format, slots: int) -> None:
-        super().__init__(*args)
-        layout = self.model.layout
-        self.format = format
-        self.pages = StatePages(page_numels(layout, self.of_matrix), format, self.model.device, slots)
+    def __init__(self, model: Model, own: LOMOSettings, *args: Any) -> None:
+        layout, element_bytes = model.layout, model.dtype.itemsize
+        check_host_memory(*self.paging.host_state(layout, set(), element_bytes, own))
+        super().__init__(model, own, *args)
+        of_matrix, self.format = self.paging.of_matrix, self.paging.format(own, element_bytes)
+        self.pages = StatePages(page_numels(layout, of_matrix), self.format, model.device, self.paging.slots(layout))
         self.updates: dict[str, int] = {}  # of a tensor; fewer than steps if it was frozen, or had no gradient
-        content = (kept for unit in layout.units for kept in kept_in(unit, self.of_matrix))
+        content = (kept for unit in layout.units for kept in kept_in(unit, of_matrix))
         self.content = sorted(content, key=lambda kept: kept.tensor.start)
         self.starts = [kept.tensor.start for kept in self.content]
 
     def applying(self) -> AbstractContextManager[None]:
         units = [unit for unit in self.model.layout.units if unit.index in self.pages.units]
-        order = [u.index for u in reversed(units) if u.kind not in ("common", "table")]
-        order += [u.index for u in units if u.kind == "table"] + [u.index for u in units if u.kind == "common"]
-        return self.pages.sweep(order)
+        units.sort(key=lambda u: (u.kind == "common", u.kind == "table", u.index if u.kind == "table" else -u.index))
+        return self.pages.sweep([unit.index for unit in units])
 
     def paged(self, tensor: FlatTensor) -> dict[str, torch.Tensor]:
         """What a tensor keeps, on the device."""
@@ -119,7 +153,8 @@ class AdamPages(Update):
         for begin in range(0, grad.numel(), PIECE):
             part = slice(begin, begin + PIECE)
             how |= {"offset": tensor.start + begin, "compensation": None if lost is None else lost.view(-1)[part]}
-            step = self._adam(*(one.view(-1)[part] for one in (m, v, grad)), count, tensor.start + begin)
+            g, place = grad.view(-1)[part], tensor.start + begin + PLACES
+            step = self._adam(m.view(-1)[part], v.view(-1)[part], g, count, place)
             ops.sgd_update_(w.view(-1)[part], step, lr=lr, weight_decay=decay, **how)
 
     @abstractmethod
@@ -129,9 +164,9 @@ class AdamPages(Update):
         """The step of a matrix of a block: a tensor, and the factors of the rate and, on the device, of the tensor.
         count: of its updates, with this one."""
 
-    def _adam(self, m: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, count: int, start: int) -> torch.Tensor:
+    def _adam(self, m: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, count: int, place: int) -> torch.Tensor:
         """AdamW's step of a piece of a tensor; updates its moments."""
-        own, place = self.own, start + PLACES
+        own = self.own
         assert isinstance(own, AdamSettings)
         grad = grad.float() * self.scale
         self.format.lerp_(m, grad, 1 - own.beta1, (place, own.seed, self.now.step))
@@ -145,8 +180,8 @@ class AdamPages(Update):
         return super().finished(unit)
 
     def describe(self) -> list[str]:
-        size, bits = self.pages.bytes / 2**30, 8 * self.format.dtype.itemsize
-        return [f"state: {size:.2f} GiB in host memory, {bits} bits a number, on its way with each unit"]
+        how = f"{8 * self.format.dtype.itemsize} bits a number, on its way with each unit"
+        return [f"state: {self.pages.bytes / GIB:.2f} GiB in host memory, {how}"]
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -157,13 +192,12 @@ class AdamPages(Update):
         return {f"{kept.tensor.name}/{name}": array for kept, arrays in found for name, array in arrays.items()}
 
     def state(self) -> State:
-        counts = {f"{name}/updates": count for name, count in self.updates.items()}
-        return super().state() | self._views() | counts
+        return super().state() | self._views() | {f"{name}/{UPDATES}": n for name, n in self.updates.items()}
 
     def load(self, state: Saved, step: int) -> None:
         super().load(state, step)
         for name, home in self._views().items():
             home.copy_(state[name])
         self.pages.engine.invalidate()
-        names = [name for name in state if name.endswith("/updates")]
-        self.updates = {name.removesuffix("/updates"): int(state[name]) for name in names}
+        counts = ((name.rpartition("/"), name) for name in state)
+        self.updates = {name: int(state[key]) for (name, _, last), key in counts if last == UPDATES}

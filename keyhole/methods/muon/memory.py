@@ -13,13 +13,10 @@ from collections import Counter
 from dataclasses import replace
 
 from keyhole.machine.rates import Rates
-from keyhole.machine.sizes import GIB
-from keyhole.methods.lomo.adam_pages import device_state, page_numels
+from keyhole.methods.lomo.adam_pages import Paging
 from keyhole.methods.lomo.memory import step_work as lomo_work
 from keyhole.methods.lomo.traits import LOMO
 from keyhole.methods.muon.traits import MuonConfig
-from keyhole.methods.settings import MethodSettings
-from keyhole.methods.states import FORMATS
 from keyhole.methods.work import reverse_bytes, update_launches
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
@@ -27,7 +24,6 @@ from keyhole.model.structure.layout import Layout
 
 KERNELS = 12  # launches per tensor, beside three per step of Newton-Schulz
 PER_ELEMENT, PER_SQUARE = 18, 4  # bytes of Newton-Schulz
-OF_MATRIX = ("momentum_buffer",)
 
 
 def slot_count(layout: Layout) -> int:
@@ -36,43 +32,28 @@ def slot_count(layout: Layout) -> int:
     return max(units.values(), default=1) + 1
 
 
-def host_state(
-    layout: Layout,
-    streamed: set[int],
-    element_bytes: int,
-    own: MethodSettings | None = None,
-    cut: dict[int, tuple[int, int]] | None = None,
-) -> tuple[str, int]:
-    """What is kept in host memory, in words and bytes. Every rank has all of it."""
-    own = own or MuonConfig()
-    assert isinstance(own, MuonConfig)
-    state = int(FORMATS[own.moments].bytes * sum(page_numels(layout, OF_MATRIX).values()))
-    less = "" if own.moments == "bfloat16" else " (half: muon.moments=bfloat16)"
-    return f"muon keeps {state / GIB:.1f} GiB of state{less}", state
+PAGING = Paging("muon", MuonConfig, ("momentum_buffer",), slot_count)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
     """The device peak of a step."""
-    own = work.settings or MuonConfig()
-    assert isinstance(own, MuonConfig)
-    state = device_state(page_numels(layout, OF_MATRIX), FORMATS[own.moments], slot_count(layout))
     shapes = [tensor.shape[-2:] for tensor in layout.tensors if tensor.in_matrices]
     products = max((PER_ELEMENT * s.numel() + PER_SQUARE * min(s) ** 2 for s in shapes), default=0)
-    return reverse_bytes(layout, streamed, work, room, updates=state + products)
+    return reverse_bytes(layout, streamed, work, room, updates=PAGING.on_device(layout, work, room) + products)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step."""
     own = work.settings or MuonConfig()
     assert isinstance(own, MuonConfig)
-    (_, state), flops = host_state(layout, streamed, 0, own), 0.0
+    flops = 0.0
     for tensor in (tensor for tensor in layout.tensors if tensor.in_matrices and tensor.param.requires_grad):
         short, long = sorted(tensor.shape[-2:])
         count = tensor.shape.numel() / (short * long)
         flops += count * own.ns_steps * (4.0 * short**2 * long + 2.0 * short**3)
     found = lomo_work(layout, streamed, replace(work, method=LOMO.name, settings=own), room, rates)
     found = found.plus(launches=update_launches(layout, KERNELS + 3 * own.ns_steps))
-    return found.plus(products=flops, touched=2 * state, up=state, down=state, host_bytes=state, saved_bytes=state)
+    return found.plus(products=flops, **PAGING.work(layout, work, room))
 
 
-FORMULAS = Formulas(device_bytes, step_work, host_state)
+FORMULAS = Formulas(device_bytes, step_work, PAGING.host_state)

@@ -17,18 +17,15 @@ takes a second backward pass, and each expert of a stack is a matrix.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.lomo.adam_pages import AdamPages
 from keyhole.methods.lomo.method import LOMO
-from keyhole.methods.muon.memory import OF_MATRIX, host_state, slot_count
+from keyhole.methods.muon.memory import PAGING
 from keyhole.methods.muon.traits import MUON, MuonConfig
-from keyhole.methods.states import FORMATS, PLACES
-from keyhole.methods.work import check_host_memory
-from keyhole.model.model import Model
+from keyhole.methods.states import PLACES
 from keyhole.model.structure.layout import FlatTensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -51,11 +48,7 @@ class MuonUpdate(AdamPages):
     """The rule with its state."""
 
     own: MuonConfig
-    of_matrix = OF_MATRIX
-
-    def __init__(self, model: Model, own: MuonConfig, *args: Any) -> None:
-        check_host_memory(*host_state(model.layout, set(), model.dtype.itemsize, own))
-        super().__init__(model, own, *args, format=FORMATS[own.moments], slots=slot_count(model.layout))
+    paging = PAGING
 
     def of_a_matrix(self, tensor: FlatTensor, grad: torch.Tensor, count: int) -> tuple[torch.Tensor, float, None]:
         own, (m,) = self.own, self.paged(tensor).values()

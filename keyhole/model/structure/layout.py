@@ -67,8 +67,8 @@ class FlatTensor:
     def stacked(self) -> int:
         """The number of its matrices, if it is a stack of experts, also of one that is computed whole; else 0. Rules
         with a step size per matrix treat each by itself."""
-        inside = self.block is not None and len(self.shape) == 3 and min(self.shape[1:]) > THINNEST
-        return self.shape[0] if self.experts or inside else 0
+        stacks = self.block is not None and len(self.shape) == 3 and min(self.shape[1:]) > THINNEST
+        return self.shape[0] if self.experts or stacks else 0
 
     @property
     def in_matrices(self) -> bool:

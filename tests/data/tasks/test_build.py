@@ -124,7 +124,7 @@ def test_what_is_wrong_with_candidates_is_said(tmp_path: Path, candidates: str, 
     [
         (
             {"text": "Who?", "fine": 1},
-            "label: found no column for it, .*nothing in coarse_label, label-coarse or .*, line",
+            "label: found nothing, .*nothing in coarse_label, label-coarse or .*, line",
         ),
         ({"sentence": "Who?", "coarse_label": 1}, "found null where a text is written.*nothing in text, "),
     ],

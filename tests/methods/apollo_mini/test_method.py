@@ -5,7 +5,7 @@ import torch
 
 import keyhole
 from keyhole import ops
-from keyhole.methods.apollo_mini.memory import host_state
+from keyhole.methods.apollo_mini.memory import PAGING
 from keyhole.methods.apollo_mini.method import APOLLOMini
 from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
@@ -87,7 +87,7 @@ def test_state_is_two_vectors_per_matrix_and_two_moments_of_the_rest(dtype: str)
     rest = sum(t.shape.numel() for t in opt.model.layout.tensors if not t.in_matrices)
     size = opt.model.dtype.itemsize
     assert 2 * size * rest <= opt.update.pages.bytes < 2 * size * rest + 4000
-    assert opt.update.pages.bytes == host_state(opt.model.layout, set(), size)[1]
+    assert opt.update.pages.bytes == PAGING.host_state(opt.model.layout, set(), size)[1]
 
 
 def test_it_learns() -> None:

@@ -10,7 +10,7 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.machine.host import HostMemory
-from keyhole.methods.muon.memory import host_state
+from keyhole.methods.muon.memory import PAGING
 from keyhole.methods.muon.method import Muon, newton_schulz
 from keyhole.methods.muon.traits import MuonConfig
 from tests.methods.baselines.test_first_order import plain_loss
@@ -119,7 +119,7 @@ def test_state_is_two_bytes_per_element_of_a_matrix(monkeypatch: pytest.MonkeyPa
     opt = Muon(load(), LR)
     numel = sum(tensor.shape.numel() for tensor in opt.model.layout.tensors if tensor.in_matrices)
     rest = sum(unit.numel for unit in opt.model.layout.units) - numel
-    assert opt.update.pages.bytes == host_state(opt.model.layout, set(), 2, MuonConfig())[1]
+    assert opt.update.pages.bytes == PAGING.host_state(opt.model.layout, set(), 2, MuonConfig())[1]
     assert 2 * numel + 4 * rest <= opt.update.pages.bytes < 2 * numel + 4 * rest + 4000
     monkeypatch.setattr("keyhole.methods.work.host_memory", lambda: HostMemory(2**33, 100, None))
     with pytest.raises(UserError, match=r"muon keeps .* are missing. Free memory, or use method=lomo"):
