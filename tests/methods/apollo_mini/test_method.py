@@ -66,11 +66,11 @@ def test_equals_the_textbook(name: str, clip: float | None) -> None:
     assert all(close(tensor, expected[key].data, 2e-4) for key, tensor in weights(model).items())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_streamed_equals_resident(dtype: str) -> None:
-    """Losses and weights to the bit."""
-    resident = load(dtype=dtype)
-    models = resident, streamed(resident, slot_count=3)
+@pytest.mark.parametrize("name, dtype", [("llama", "float32"), ("gpt2", "bfloat16"), ("mixtral", "bfloat16")])
+def test_streamed_equals_resident(name: str, dtype: str) -> None:
+    """Losses and weights to the bit, in whole blocks and in smaller units, with a small stack of experts."""
+    resident = load(name, dtype=dtype)
+    models = resident, streamed(resident, slot_count=3), streamed(resident, slot_count=12, max_unit_numel=4000)
     assert_trained_alike(models, lambda model: APOLLOMini(model, LR), [micro_batches(t, 2) for t in range(4)])
 
 
