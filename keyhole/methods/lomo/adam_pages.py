@@ -101,8 +101,8 @@ class Paging:
     def on_device(self, layout: Layout, work: Workload, room: Room) -> int:
         """Bytes on the device."""
         largest = max(page_numels(layout, self.of_matrix).values())
-        page = self.format(work.settings, room.formats.dtype.itemsize).bytes * largest
-        return int(self.slots(layout) * page) + PER_ELEMENT * min(PIECE, largest)
+        number = self.format(work.settings, room.formats.dtype.itemsize).bytes
+        return int(self.slots(layout) * number * largest) + PER_ELEMENT * min(PIECE, largest)
 
     def work(self, layout: Layout, work: Workload, room: Room) -> dict[str, float]:
         """What the pages add to the work of a step."""
@@ -153,8 +153,7 @@ class AdamPages(Update):
         for begin in range(0, grad.numel(), PIECE):
             part = slice(begin, begin + PIECE)
             how |= {"offset": tensor.start + begin, "compensation": None if lost is None else lost.view(-1)[part]}
-            g, place = grad.view(-1)[part], tensor.start + begin + PLACES
-            step = self._adam(m.view(-1)[part], v.view(-1)[part], g, count, place)
+            step = self._adam(m.view(-1)[part], v.view(-1)[part], grad.view(-1)[part], count, how["offset"] + PLACES)
             ops.sgd_update_(w.view(-1)[part], step, lr=lr, weight_decay=decay, **how)
 
     @abstractmethod
@@ -166,9 +165,8 @@ class AdamPages(Update):
 
     def _adam(self, m: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, count: int, place: int) -> torch.Tensor:
         """AdamW's step of a piece of a tensor; updates its moments."""
-        own = self.own
+        own, grad = self.own, grad.float() * self.scale
         assert isinstance(own, AdamSettings)
-        grad = grad.float() * self.scale
         self.format.lerp_(m, grad, 1 - own.beta1, (place, own.seed, self.now.step))
         self.format.lerp_(v, grad.square(), 1 - own.beta2, (place + PLACES, own.seed, self.now.step))
         corrected = (1 - own.beta2**count) ** 0.5
