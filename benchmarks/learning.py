@@ -199,6 +199,19 @@ RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
         for task in ("sst2", "qnli", "boolq")
         for moments in ("bfloat16", "float32")
     },
+    **{  # by their default rates
+        f"{task}-default-{method}": (task, [1, 2, 3], {"method": method} | first_order(5))
+        for task in ("sst2", "qnli", "boolq")
+        for method in ("adamw", "apollo-mini", "adalomo")
+    },
+    **{  # with a seed that does not judge the default
+        f"{task}-apollo-mini-rates": (
+            task,
+            [4],
+            {"method": "apollo-mini", "learning_rate": [5e-5, 1e-4, 2e-4, 5e-4]} | first_order(5),
+        )
+        for task in ("sst2", "qnli", "boolq")
+    },
     "sst2-adam-offload-rates": (
         "sst2",
         [0],

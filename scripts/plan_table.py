@@ -16,10 +16,7 @@ from torch import nn
 
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods import METHODS
-from keyhole.methods.adam_offload.memory import host_state
 from keyhole.methods.lsp.memory import count_numbers
-from keyhole.methods.muon import memory as muon
-from keyhole.methods.muon.traits import MuonConfig
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import find_layout
@@ -97,13 +94,10 @@ def host_gib(module: nn.Module, method: str) -> float:
     """GiB of host memory with everything streamed and optimizer state on the host."""
     layout = find_layout(module)
     streamed = {u.index for u in layout.units[1:]}
-    state = 0
-    if method == "adam-offload":
-        state = host_state(layout, streamed, torch.bfloat16.itemsize)[1]
-    if method == "lsp":
-        state = 12 * sum(count_numbers(layout, METHODS[method].settings()).of.values())
-    if method == "muon":
-        state = muon.host_state(layout, streamed, torch.bfloat16.itemsize, MuonConfig())[1]
+    row = METHODS[method]
+    state = 12 * sum(count_numbers(layout, row.settings()).of.values()) if method == "lsp" else 0
+    if row.costs.host_state is not None:
+        state = row.costs.host_state(layout, streamed, torch.bfloat16.itemsize, row.settings(), None)[1]
     return (host_bytes(layout, streamed, FORMATS) + state) / GIB
 
 

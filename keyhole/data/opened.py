@@ -37,6 +37,7 @@ class Record:
     part: int = 0  # which of the rows it was expanded into, from 1; 0: it is one row
     is_document: bool = False  # a piece of a plain text, which is longer than a sample
     ends: bool = True  # whether it is the last piece
+    columns: tuple[str, ...] = ()  # those of the data, of a task's row that lacks some
 
     @property
     def where(self) -> str:

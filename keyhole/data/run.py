@@ -29,7 +29,7 @@ from keyhole.data.tasks.encode import CANDIDATES, TOKENS, Encoder, TextEncoder, 
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Labels, Task, check_settings, class_names, find_labels
 from keyhole.data.tasks.spec import CHOICE, listed_names
-from keyhole.data.tokenizer import Tokenizer, needed, unknown_id
+from keyhole.data.tokenizer import Tokenizer, dropout_lines, needed, unknown_id
 from keyhole.disk.json_text import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier, read_config
@@ -84,7 +84,7 @@ def load_data(settings: DataSettings, tokenizer: "Tokenizer | None" = None) -> D
     tokenizer = tokenizer or load_tokenizer(settings.model)
     rows = (_of_tasks if settings.task else _of_files)(settings, tokenizer, known)
     further = tuple(drawn["test"] for drawn in draw_tasks(settings, training=False))
-    train, report, test = rows.train, list(rows.report), (*rows.test, *further)
+    train, report, test = rows.train, [*dropout_lines(tokenizer), *rows.report], (*rows.test, *further)
     steps = settings.gradient_accumulation_steps
     if settings.batch_size * steps > len(train):
         product = f" x gradient_accumulation_steps={steps}" if steps > 1 else ""
@@ -136,7 +136,9 @@ def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False)
     else:
         rows = _of_files(replace(settings, eval_data=None, train_weights=None), tokenizer, known, max(1, count))
     names = () if rows.labels is None else rows.labels.names
-    return "\n".join([*rows.report, "", preview(rows.train, tokenizer, count, color=color, labels=names)])
+    return "\n".join(
+        [*dropout_lines(tokenizer), *rows.report, "", preview(rows.train, tokenizer, count, color=color, labels=names)]
+    )
 
 
 def _model_config(settings: DataSettings) -> "PreTrainedConfig":

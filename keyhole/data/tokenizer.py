@@ -20,6 +20,12 @@ def needed(tokenizer: "Tokenizer | None", model: object = "the directory") -> To
     return tokenizer
 
 
+def dropout_lines(tokenizer: Tokenizer) -> list[str]:
+    """For a report: that BPE dropout was switched off when the tokenizer was read (model/structure/source.py)."""
+    rates = (rate for key, rate in vars(tokenizer).items() if key == "keyhole_dropout")
+    return [f"tokenizer: its BPE dropout of {rate} is off: a text has the same tokens in every run" for rate in rates]
+
+
 def bos_ids(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer adds before every text: [bos] or nothing."""
     with_special, without = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids

@@ -1,4 +1,5 @@
-"""The model's own dropout while a first-order method trains it: on, as in Hugging Face's Trainer, and reproducible.
+"""The model's own dropout, and its router noise, while a first-order method trains it: on, as in Hugging Face's
+Trainer, and reproducible.
 
 Modules are in training mode during a step and in evaluation mode otherwise. Masks come from torch's generators. Their
 state is set per micro-batch: it is seeded by (seed, step, micro-batch) when the pass begins, saved when the pass
@@ -9,7 +10,7 @@ caller do not change.
 
 A step that ends in an error is not counted, so the same step tried again has the same masks.
 
-A model without dropout stays in evaluation mode, with the same bits. Zeroth-order passes never use dropout: the
+A model with neither stays in evaluation mode, with the same bits. Zeroth-order passes never use dropout: the
 difference of two losses would be dominated by their masks.
 """
 
@@ -30,11 +31,11 @@ KEY = "dropout_step"
 
 
 def dropout_rates(module: nn.Module) -> dict[str, float]:
-    """The dropout rates in training: "OPTDecoderLayer.dropout" -> 0.1."""
+    """The rates of dropout and of router noise in training: "OPTDecoderLayer.dropout" -> 0.1."""
     found: dict[str, float] = {}
     for part in module.modules():
         own = {"p": part.p} if isinstance(part, nn.Dropout) else vars(part)
-        named = {key: rate for key, rate in own.items() if key == "p" or "drop" in key}
+        named = {key: rate for key, rate in own.items() if key == "p" or "drop" in key or "jitter" in key}
         rates = {key: rate for key, rate in named.items() if type(rate) in (int, float) and not rate <= 0}
         found |= {f"{type(part).__name__}.{key}": rate for key, rate in rates.items()}
     return found

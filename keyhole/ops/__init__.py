@@ -11,6 +11,7 @@ agree up to rounding, and repeat bit for bit). A name that ends in _ writes in p
     adam.py     AdamW on host memory by torch's kernel, and on the device with the same bits
     fp8.py      weights in 8 bits: fp8_encode_, fp8_decode;  lowbit.py: frozen weights in 8 or 4 bits
     loss.py     cross entropy over chunks of the vocabulary
+    norm.py     norms of tensors
     gather.py   rows of a table that may be in page-locked host memory
     autocast.py disables a caller's autocast
     backend.py  which implementation runs, and why; loads and stores with a mask only where needed
@@ -27,6 +28,7 @@ from keyhole.ops.lsp.compress import compress
 from keyhole.ops.lsp.decompress import decompress_add_
 from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
 from keyhole.ops.noise.tiles import draw_noise
+from keyhole.ops.norm import norm, norms
 from keyhole.ops.sgd import sgd_update_, sum_squares_
 from keyhole.ops.zo.element import ZOStep
 from keyhole.ops.zo.flat import zo_flat_
@@ -48,6 +50,8 @@ __all__ = [
     "gather_rows",
     "identity_projector",
     "narrow",
+    "norm",
+    "norms",
     "random_projector",
     "sgd_update_",
     "sum_squares_",

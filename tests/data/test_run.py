@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keyhole import assets
 from keyhole.data.run import load_data, load_tokenizer, preview_data
 from keyhole.data.settings import DataSettings
 from keyhole.errors import UserError
@@ -45,6 +47,19 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, tiny_data: Path) -
     with pytest.raises(UserError, match=f"model: {tmp_path}/tokenizer.json cannot be read") as error:
         load_data(settings(tmp_path, tiny_data))
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_with_dropout_makes_the_same_tokens_every_time(tmp_path: Path) -> None:
+    """BPE dropout is off while data are prepared, and the report says so."""
+    model = tmp_path / "model"
+    shutil.copytree(assets.MODEL, model)
+    plain = load_data(settings(model, assets.TRAIN, data_cache=None))
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.5
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    found = load_data(settings(model, assets.TRAIN, data_cache=None))
+    told = "tokenizer: its BPE dropout of 0.5 is off: a text has the same tokens in every run"
+    assert found.train.dataset.fingerprint == plain.train.dataset.fingerprint and found.report == [told, *plain.report]
 
 
 def test_a_batch_larger_than_the_data_is_mentioned(tiny_model: Path, tiny_data: Path) -> None:

@@ -2,7 +2,7 @@
 
 A config class of Transformers has defaults for all of its settings, those of a published model. `tiny_config` replaces
 the ones that give a model its size (SMALL), wherever a class has a setting of that name, also in configs inside it;
-SPECIAL says what a single type needs beyond that. Encoders are built as decoders, and dropout is off.
+SPECIAL says what a single type needs beyond that. Encoders are built as decoders, and dropout and router noise are off.
 """
 
 from dataclasses import fields, is_dataclass
@@ -58,7 +58,7 @@ SMALL: dict[str, Any] = (
     | dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 0)
     | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": 2}
 )
-DROPOUT = ("dropout", "_pdrop", "layerdrop", "dropout_prob", "_dropout_rate")
+DROPOUT = ("dropout", "_pdrop", "layerdrop", "dropout_prob", "_dropout_rate", "jitter_noise")
 
 _PER_LAYER = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False}
 _PER_LAYER |= {"num_kv_shared_layers": LAYERS}

@@ -19,6 +19,7 @@ from tests.model.streaming import assert_trained_alike, streamed, trained, under
 SHAPES = {
     "opt": {"dropout": 0.2, "attention_dropout": 0.1},
     "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "mixtral": {"router_jitter_noise": 0.3},  # no dropout
 }
 OWN = {"lsp": {"d": 16, "check_freq": 2}, "galore": {"rank": 4}}
 FIRST_ORDER = [name for name, row in METHODS.items() if row.sweep != "forward"]

@@ -56,9 +56,11 @@ def test_planned_as_measured(name: str, only: str) -> None:
 def test_a_check_on_a_gpu_planned_by_the_code_of_today(letter: str) -> None:
     """Runs of plan_check.py with the rates that were measured in them: bytes within 10 %, seconds within 20 % for
     models of 3B and more and within a factor of two below, where launches decide, and nearly all pairs in the right
-    order. A budget is never exceeded. (Streamed `lsp` is planned as it is placed since the run i.)"""
+    order. A budget is never exceeded. (Streamed `lsp` is planned as it is placed since the run i. `apollo-mini` was
+    measured when it had no state in host memory.)"""
     lines = list(recorded(RECORDS / f"plan_check_h200_2026-11-17_{letter}.json"))
-    assert len(lines) >= 19
+    lines = [line for line in lines if line.case.method != "apollo-mini"]
+    assert len(lines) >= 18
     for line in lines:
         limits = {part: limit for part, (_, _, limit) in PARTS.items()}
         limits["seconds"] = 0.5 if line.case.model == "1.3B" else 0.20

@@ -97,7 +97,9 @@ def build(record: Record, spec: TaskSpec) -> Question | None:
             row[name] = expression.run(row)
         return _choice(record.where, row, spec) if spec.kind == CHOICE else _free(record.where, row, spec)
     except UserError as error:
-        raise UserError(f"{record.where}: {error}") from None
+        empty = [" or ".join(aliases) for name, aliases in spec.columns.items() if record.row[name] is None]
+        lacks = f"; the row has nothing in {listed(empty)}; its columns are {listed(record.columns)}"
+        raise UserError(f"{record.where}: {error}{lacks if record.columns else ''}") from None
 
 
 def _choice(where: str, row: Row, spec: TaskSpec) -> Question:
@@ -144,7 +146,7 @@ def _label(value: object, count: int, spec: TaskSpec) -> int:
         if not spec.labels:
             known = f"the number of a candidate, from 0 to {count - 1}"
             hint = 'other spellings: `labels` of the task\'s file; the text of a candidate: `right: "label"`'
-        raise UserError(f"label: found {value!r:.60}, expected {known} ({hint})")
+        raise UserError(f"label: found {'nothing' if value is None else repr(value):.60}, expected {known} ({hint})")
     return found[0]
 
 

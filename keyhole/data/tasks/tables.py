@@ -216,4 +216,4 @@ def pick(record: Record, spec: TaskSpec) -> Record:
                 "(docs/tasks.md)"
             )
         picked[name] = value
-    return replace(record, row=picked)
+    return replace(record, row=picked, columns=tuple(record.row) if None in picked.values() else ())

@@ -38,6 +38,7 @@ from collections.abc import Sequence
 
 import torch
 
+from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods import shards
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD, AdamOffloadConfig
@@ -141,7 +142,7 @@ class AdamOffload(GradientMethod, Sink):
     def _send(self, run: list[FlatTensor], together: torch.Tensor, grads: list[torch.Tensor]) -> None:
         starts = [tensor.start for tensor in run]
         for start, grad in zip(starts, grads, strict=True):
-            torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[start]])
+            ops.norm(grad, out=self.current.norms_K[self.slots[start]])
         unit = self.updates.trained[starts[0]].unit
         self.exchange.put(unit.index, starts[0] - unit.start, together)
         self.current.starts[unit.index] += starts
@@ -258,7 +259,7 @@ class AdamParts(shards.GradientParts):
                 for start in starts:
                     begin, end = method.updates.ours(unit, start, method.updates.trained[start].stop)
                     if begin < end:
-                        torch.linalg.vector_norm(part[begin:end], out=own_K[step.slots[start] - first])
+                        ops.norm(part[begin:end], out=own_K[step.slots[start] - first])
                         method.exchange.put(unit.index, begin, part[begin:end])
                 torch.linalg.vector_norm(self.ranks.gather(own_K), dim=0, out=norms_K)
                 step.starts[unit.index] = starts

@@ -23,7 +23,8 @@ APOLLO_MINI = replace(
     name="apollo-mini",
     cls="keyhole.methods.apollo_mini.method:APOLLOMini",
     settings=APOLLOMiniConfig,
-    learning_rate=2e-5,
+    formulas="keyhole.methods.apollo_mini.memory:FORMULAS",
+    learning_rate=1e-4,  # its step is about sqrt(128 / m) of an AdamW step at the same rate, for a shorter side m
     sane_rates=(1e-7, 1e-2),
     steps=1.1,
 )

@@ -7,7 +7,7 @@ For a matrix [R, C] with gradient g (ops/adalomo.py has the equations in full):
     w <- round(w - lr max(1e-3, rms(w)) (u + weight_decay w))
 
 The two norms, of the update and of the weight, are per matrix ("grouped"), so they need no second backward pass.
-Vectors keep a full second moment. An expert of a large stack is a matrix of its own, and so is a chunk of a large table
+Vectors keep a full second moment. An expert of a stack is a matrix of its own, and so is a chunk of a large table
 (embedding or head, 8,192 rows), wherever it lies: its gradient exists only while it is visited, so sums over the whole
 table would need it two times more. Everything else is LOMO's.
 """
@@ -32,7 +32,7 @@ class AdaLOMOUpdate(Update):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.stacks = {id(t.param): t for t in self.model.layout.tensors if t.experts}
+        self.stacks = {id(t.param): t for t in self.model.layout.tensors if t.stacked}
 
     def moments_of(self, tensor: FlatTensor) -> dict[str, torch.Tensor]:
         """For an expert: its slice of the stack's moments."""

@@ -178,6 +178,7 @@ class LOMO(GradientMethod):
         clip = clip if self.update.clip_value is None else f"each element at {self.update.clip_value:g}"
         compiled = "; blocks compiled" if self.reverse.compiled is not None else ""
         return [
+            *self.update.describe(),
             f"rounding: {rounded}; activations: {KEPT[self.reverse.activations]}; clipping: {clip}{compiled}",
             *([] if self.loss_scale is None else ["loss scale: dynamic; every step looks for overflow first"]),
             *self.dropout.describe(),

@@ -95,6 +95,8 @@ class Update(Sink):
         self.model, self.own, self.numbers, self.now = model, own, numbers, Now()
         self.decay = weight_decay_of(model.module, own)
         self.groups = own.groups or []
+        # The host asks which experts of a stack had tokens.
+        self.asks = self.whole_tensors and any(tensor.stacked for tensor in model.layout.tensors)
         self.clip_value = own.clip_value if isinstance(own, LOMOConfig) else None
         self.tally = Tally(model.layout, model.device)
         self.scale = torch.ones((), device=model.device)  # of gradients, at a fixed address
@@ -117,7 +119,7 @@ class Update(Sink):
 
     @property
     def update_key(self) -> Hashable | None:
-        if self.numbers is None or self.groups or self.own.rounding == "kahan":
+        if self.numbers is None or self.groups or self.own.rounding == "kahan" or self.asks:
             return None
         return "norm" if self.now.only_norm else ("update", self.now.measures)
 
@@ -131,8 +133,10 @@ class Update(Sink):
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Updates one tensor; in a stack of experts, each expert as a matrix of its own."""
-        if tensor.experts and w.dim() == 3 and not self.now.only_norm:
+        """Updates one tensor; in a stack of experts, each expert as a matrix of its own, if it is computed so or the
+        rule has a step size per matrix."""
+        apart = tensor.stacked if self.whole_tensors else tensor.experts
+        if apart and w.dim() == 3 and not self.now.only_norm:
             for e, met in enumerate(grad.flatten(1).any(dim=1).tolist()):
                 expert = tensor.expert(e)
                 if met or not self.unmet(expert):
@@ -183,6 +187,10 @@ class Update(Sink):
             "bad": tally.bad,
             "changed": tally.changed,
         }
+
+    def describe(self) -> list[str]:
+        """Lines for the start block."""
+        return []
 
     def rates(self, tensor: FlatTensor) -> tuple[float, float]:
         """(learning rate, weight decay) of a tensor."""

@@ -27,6 +27,7 @@ from itertools import groupby
 
 import torch
 
+from keyhole import ops
 from keyhole.machine.sizes import GIB
 from keyhole.methods.lsp.adam import DecidingNorm, DeviceAdam, HostAdam
 from keyhole.methods.lsp.memory import group_of
@@ -150,7 +151,7 @@ class SubspaceUpdates(GradientSink):
         norms, norm, skip = measured[:-2], measured[-2], measured[-1]
 
         def measure() -> None:
-            torch.stack(torch._foreach_norm([target.view_in(grad) for target in targets]), out=norms)
+            torch.stack(ops.norms([target.view_in(grad) for target in targets]), out=norms)
             torch.linalg.vector_norm(norms, out=norm)
             skip.copy_(~torch.isfinite(norm))
             if moves:
@@ -212,7 +213,7 @@ class SubspaceUpdates(GradientSink):
             return
         step, first = self.current, next(iter(complete))
         found = [(target, grad) for update, grad in complete.values() for target in update.targets]
-        norms = list(torch._foreach_norm([target.view_in(grad) for target, grad in found]))
+        norms = ops.norms([target.view_in(grad) for target, grad in found])
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         step.norms |= zip((target.tensor.start for target, _ in found), norms, strict=True)
         grads = [(grad, self.at_host.staging[page]) for page, (_, grad) in complete.items()]

@@ -13,40 +13,17 @@ from collections import Counter
 from dataclasses import replace
 
 from keyhole.machine.rates import Rates
-from keyhole.machine.sizes import GIB
+from keyhole.methods.lomo.adam_pages import Paging
 from keyhole.methods.lomo.memory import step_work as lomo_work
 from keyhole.methods.lomo.traits import LOMO
 from keyhole.methods.muon.traits import MuonConfig
-from keyhole.methods.settings import MethodSettings
-from keyhole.methods.states import FORMATS
 from keyhole.methods.work import reverse_bytes, update_launches
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward.memory import ReverseBytes
-from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.model.structure.layout import Layout
 
-ALIGN = 64  # elements
 KERNELS = 12  # launches per tensor, beside three per step of Newton-Schulz
 PER_ELEMENT, PER_SQUARE = 18, 4  # bytes of Newton-Schulz
-
-
-def is_matrix(tensor: FlatTensor) -> bool:
-    """Whether Muon's own rule updates it: a matrix of a block, or a stack of experts, matrix by matrix."""
-    return tensor.block is not None and len(tensor.matrix) == 2
-
-
-def adam_numel(tensor: FlatTensor) -> int:
-    """Numbers reserved for a second moment."""
-    return -(-tensor.shape.numel() // ALIGN) * ALIGN
-
-
-def page_numel(unit: Unit) -> int:
-    """Numbers of a unit's state: a first moment for all of it, a second one for what is no matrix of a block."""
-    trained = [tensor for tensor in unit.tensors if tensor.param.requires_grad]
-    if not trained:
-        return 0
-    if unit.rows is not None:  # of a table, or an expert
-        return unit.numel if is_matrix(trained[0]) else 2 * -(-unit.numel // ALIGN) * ALIGN
-    return unit.numel + sum(adam_numel(tensor) for tensor in trained if not is_matrix(tensor))
 
 
 def slot_count(layout: Layout) -> int:
@@ -55,44 +32,28 @@ def slot_count(layout: Layout) -> int:
     return max(units.values(), default=1) + 1
 
 
-def host_state(
-    layout: Layout,
-    streamed: set[int],
-    element_bytes: int,
-    own: MethodSettings | None = None,
-    cut: dict[int, tuple[int, int]] | None = None,
-) -> tuple[str, int]:
-    """What is kept in host memory, in words and bytes. Every rank has all of it."""
-    own = own or MuonConfig()
-    assert isinstance(own, MuonConfig)
-    state = int(FORMATS[own.moments].bytes * sum(map(page_numel, layout.units)))
-    less = "" if own.moments == "bfloat16" else " (half: muon.moments=bfloat16)"
-    return f"muon keeps {state / GIB:.1f} GiB of state{less}", state
+PAGING = Paging("muon", MuonConfig, ("momentum_buffer",), slot_count)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
     """The device peak of a step."""
-    own = work.settings or MuonConfig()
-    assert isinstance(own, MuonConfig)
-    largest = max(map(page_numel, layout.units))
-    shapes = [tensor.matrix for tensor in layout.tensors if is_matrix(tensor)]
+    shapes = [tensor.shape[-2:] for tensor in layout.tensors if tensor.in_matrices]
     products = max((PER_ELEMENT * s.numel() + PER_SQUARE * min(s) ** 2 for s in shapes), default=0)
-    updates = int(slot_count(layout) * FORMATS[own.moments].bytes * largest) + products
-    return reverse_bytes(layout, streamed, work, room, updates=updates)
+    return reverse_bytes(layout, streamed, work, room, updates=PAGING.on_device(layout, work, room) + products)
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """The FLOPs, bytes and launches of a step."""
     own = work.settings or MuonConfig()
     assert isinstance(own, MuonConfig)
-    (_, state), flops = host_state(layout, streamed, 0, own), 0.0
-    for tensor in (tensor for tensor in layout.tensors if is_matrix(tensor) and tensor.param.requires_grad):
-        short, long = sorted(tensor.matrix)
+    flops = 0.0
+    for tensor in (tensor for tensor in layout.tensors if tensor.in_matrices and tensor.param.requires_grad):
+        short, long = sorted(tensor.shape[-2:])
         count = tensor.shape.numel() / (short * long)
         flops += count * own.ns_steps * (4.0 * short**2 * long + 2.0 * short**3)
     found = lomo_work(layout, streamed, replace(work, method=LOMO.name, settings=own), room, rates)
     found = found.plus(launches=update_launches(layout, KERNELS + 3 * own.ns_steps))
-    return found.plus(products=flops, touched=2 * state, up=state, down=state, host_bytes=state, saved_bytes=state)
+    return found.plus(products=flops, **PAGING.work(layout, work, room))
 
 
-FORMULAS = Formulas(device_bytes, step_work, host_state)
+FORMULAS = Formulas(device_bytes, step_work, PAGING.host_state)

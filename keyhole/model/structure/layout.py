@@ -34,6 +34,7 @@ from keyhole.model.structure.find import Experts, Parts, find_parts, row_tiles
 
 ALIGN = 64
 CHUNK_ROWS = 8192
+THINNEST = 4  # a tensor with a side of at most this many elements (a short convolution) is not a matrix
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,20 @@ class FlatTensor:
 
     @property
     def matrix(self) -> torch.Size:
-        """The shape that is computed and updated at once: its own, or that of one expert."""
+        """The shape that is computed at once: its own, or that of one expert."""
         return self.shape[1:] if self.experts else self.shape
+
+    @property
+    def stacked(self) -> int:
+        """The number of its matrices, if it is a stack of experts, also of one that is computed whole; else 0. Rules
+        with a step size per matrix treat each by itself."""
+        stacks = self.block is not None and len(self.shape) == 3 and min(self.shape[1:]) > THINNEST
+        return self.shape[0] if self.experts or stacks else 0
+
+    @property
+    def in_matrices(self) -> bool:
+        """Whether a rule for the matrices of blocks updates it."""
+        return self.block is not None and (len(self.shape) == 2 or self.stacked > 0)
 
 
 @dataclass

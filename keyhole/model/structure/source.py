@@ -236,6 +236,9 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
                 f"{counted(len(added), 'special token')} and nothing else, so no text would have a token; copy its "
                 "files (tokenizer*, vocab*) from the original model again"
             )
+        merges: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+        if dropout := getattr(merges, "dropout", None):  # would make other tokens of a text every time
+            merges.dropout, tokenizer.keyhole_dropout = None, dropout
         tokenizer("a")  # settings of the wrong type fail at the first text, half characters at the first save
         json.dumps(getattr(tokenizer, "init_kwargs", ""), ensure_ascii=False, default=str).encode()
     except UserError:

@@ -34,7 +34,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.model.structure.layout import THINNEST, FlatTensor, Layout, Unit
 from keyhole.ops import fp8
 from keyhole.ops.lowbit import GROUP, KINDS, Grid, lowbit_decode, lowbit_encode_
 
@@ -42,7 +42,6 @@ PACKED = torch.uint8
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FROZEN = tuple(KINDS)
 ALIGN_BYTES = 16
-THINNEST = 4  # a tensor with a side of at most this many elements (a short convolution) is not a matrix
 
 
 @dataclass(frozen=True)

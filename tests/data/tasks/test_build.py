@@ -119,6 +119,24 @@ def test_what_is_wrong_with_candidates_is_said(tmp_path: Path, candidates: str, 
         assert build(Record("a.jsonl", "line", 3, row), read_spec(str(tmp_path / "own.yaml"))).answer == 1
 
 
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"text": "Who?", "fine": 1},
+            "label: found nothing, .*nothing in coarse_label, label-coarse or .*, line",
+        ),
+        ({"sentence": "Who?", "coarse_label": 1}, "found null where a text is written.*nothing in text, "),
+    ],
+)
+def test_a_column_that_is_missing_is_named(row: dict, says: str) -> None:
+    """TREC's label and question may be in any of several columns; those that the row has are listed."""
+    spec = read_spec("trec")
+    (record,) = pick_all([Record("a.jsonl", "line", 3, row)], spec, Counter())
+    with pytest.raises(UserError, match=f"a.jsonl, line 3: .*{says}.*; its columns are {', '.join(row)}$"):
+        build(record, spec)
+
+
 def test_references_are_texts(tmp_path: Path) -> None:
     text = "columns: {x: x}\nprompt: '{{ x | length }}'\nanswer: a\nreferences: x\nmetric: exact_match\n"
     (tmp_path / "own.yaml").write_text(text)

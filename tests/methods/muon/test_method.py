@@ -10,7 +10,7 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.machine.host import HostMemory
-from keyhole.methods.muon.memory import host_state, is_matrix
+from keyhole.methods.muon.memory import PAGING
 from keyhole.methods.muon.method import Muon, newton_schulz
 from keyhole.methods.muon.traits import MuonConfig
 from tests.methods.baselines.test_first_order import plain_loss
@@ -54,7 +54,7 @@ def test_equals_torchs_optimizers(name: str, clip: float | None, how: dict[str, 
     opt = Muon(
         model, LR, moments="float32", weight_decay=0.1, weight_decay_on="all", max_grad_norm=clip, eps=1e-5, **how
     )
-    matrices = {tensor.name for tensor in model.layout.tensors if is_matrix(tensor)}
+    matrices = {tensor.name for tensor in model.layout.tensors if tensor.in_matrices}
     step = by_torch(module, matrices, **({"adjust_lr_fn": "match_rms_adamw"} | how))
     for t in range(5):
         plain_loss(module, micro_batches(t, 2)).backward()
@@ -117,9 +117,9 @@ def test_sixteen_bits_learn_as_well_as_32() -> None:
 def test_state_is_two_bytes_per_element_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """In host memory, as planned; what does not fit is refused with what to do."""
     opt = Muon(load(), LR)
-    numel = sum(tensor.shape.numel() for tensor in opt.model.layout.tensors if is_matrix(tensor))
+    numel = sum(tensor.shape.numel() for tensor in opt.model.layout.tensors if tensor.in_matrices)
     rest = sum(unit.numel for unit in opt.model.layout.units) - numel
-    assert opt.update.pages.bytes == host_state(opt.model.layout, set(), 2, MuonConfig())[1]
+    assert opt.update.pages.bytes == PAGING.host_state(opt.model.layout, set(), 2, MuonConfig())[1]
     assert 2 * numel + 4 * rest <= opt.update.pages.bytes < 2 * numel + 4 * rest + 4000
     monkeypatch.setattr("keyhole.methods.work.host_memory", lambda: HostMemory(2**33, 100, None))
     with pytest.raises(UserError, match=r"muon keeps .* are missing. Free memory, or use method=lomo"):
