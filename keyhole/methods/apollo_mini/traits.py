@@ -25,5 +25,4 @@ APOLLO_MINI = replace(
     settings=APOLLOMiniConfig,
     learning_rate=2e-5,
     sane_rates=(1e-7, 1e-2),
-    steps=1.1,
 )
