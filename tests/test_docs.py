@@ -217,3 +217,21 @@ def test_the_changelog_is_for_users() -> None:
     groups = {"Added", "Changed", "Fixed", "Removed", "Known limits"}
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= groups
     assert [line for line in text.splitlines() if len(line) > 200] == []
+
+
+def test_no_text_says_to_install_a_stranger_s_package() -> None:
+    """The name of this project with an extra would fetch what others publish under it: texts name what is missing."""
+    folders = ("keyhole", "docs", "examples", "scripts", "tests", "benchmarks")
+    files = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
+    texts = [path for path in files if path.suffix in (".md", ".py", ".pyi", ".yaml", ".toml", ".ipynb")]
+    wrong = re.compile(r"pip\s+install\s+(?:-\S+\s+)*[\"']?keyhole\b")
+    assert [path.name for path in texts if wrong.search(path.read_text())] == []
+
+
+def test_the_license_is_whole_and_packed() -> None:
+    """Its text, from the title to the notice to be filled in; wheel and source archive take it."""
+    text, project = (ROOT / "LICENSE").read_text(), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    parts = [line.strip() for line in text.splitlines()]
+    assert [f"{n}." in text for n in range(1, 10)] == [True] * 9 and "Version 2.0, January 2004" in parts
+    assert "END OF TERMS AND CONDITIONS" in parts and parts[-1] == "limitations under the License."
+    assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]

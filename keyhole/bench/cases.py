@@ -31,6 +31,7 @@ from keyhole.methods.zo.traits import ZO
 
 TABLES = Path(__file__).parent / "tables"
 NATIVE, RESIDENT, TEXTBOOK, STREAMED = SYSTEMS = ("native", "resident", "textbook", "streamed")  # in this order
+BASELINES = (NATIVE, TEXTBOOK)
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 Options = dict[str, Any]
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ else:
 
 @dataclass(frozen=True)
 class Case:
-    """A row: what runs, on which shape, and how. Baselines: `textbook` is MeZO's published loop, `native` torch's
-    optimizer (options: `optimizer` and its arguments)."""
+    """A row: what runs, on which shape, and how. Baselines (baselines.py has their options): `textbook` is MeZO's loop,
+    `native` torch's optimizer (`optimizer` and its arguments)."""
 
     model: Model
     system: System
@@ -60,6 +61,7 @@ class Case:
     quick_gpu_memory: str | None = None  # the budget of a quick run
     wire: str | None = None
     device: str = ""  # "": the run's; cpu: beside a GPU
+    rule: str = ""  # what is computed: a row is compared with the fastest baseline of its rule and shape
     saving: Literal["", "background", "torch.save", "replay"] = ""  # in snapshots.yaml; "replay": a journal is applied
     compare: str = ""  # the resident case whose step is the compute floor; without it, the one of the same shape
     load: Options = field(default_factory=dict)  # of keyhole.load: overlap, reuse_slots
@@ -95,6 +97,11 @@ class Case:
         """Name of the case that this one is compared with: no budget, the plain wire, nothing switched off."""
         compiled = {k: v for k, v in self.options.items() if k == "compile" and system != TEXTBOOK}
         return replace(self, system=system, gpu_memory=None, wire=None, load={}, options=compiled).name
+
+    @property
+    def work(self) -> tuple[str, str, str, int, int, int, int | None]:
+        """What rows must share to do the same work."""
+        return self.rule, self.model, self.dtype, self.batch, self.length, self.micro_batches, self.blocks
 
     def quickly(self, changes: Options) -> "Case":
         """The case of a quick run: of the options only those that it has change."""

@@ -11,21 +11,22 @@ If what a value needs was not measured, the cell is empty: nothing is guessed or
 
 from dataclasses import dataclass
 
-from keyhole.bench.cases import NATIVE, RESIDENT, STREAMED, TEXTBOOK, Case, Table
+from keyhole.bench.cases import BASELINES, RESIDENT, STREAMED, TEXTBOOK, Case, Table
 from keyhole.bench.report import Cells, Record, Report, number, table
 from keyhole.bench.shapes import BLOCKS
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.machine.text import markdown
 
 NOTES = """\
-tok/s and ratios are medians over the timed steps; +- is (max - min) / 2 over the median. "vs textbook": tok/s over the
-in-memory MeZO loop's; "vs SGD": over those of torch's optimizer on the plain module. "products": the step's matrix
-products alone, of the same shapes and without a pause, timed directly after it; "compute": the resident step; "link":
-the bytes that cross over the rates measured in the same process, each way alone, and what goes both ways at the duplex
-rate; "updates": seconds in which the CPU updated parameters; "vs floor": the step over the largest of them. "down": so
-much of what came up was written back. GPU GiB are the allocator's peaks, allocated, reserved and planned; host GiB the
-peak resident set of the process. "blocks" says how many ran where that is not all: times are those of the blocks that
-ran, not scaled. The textbook loop's memory is its own. "losses" compares, bit for bit and from the same weights,
+tok/s and ratios are medians over the timed steps; +- is (max - min) / 2 over the median. "vs best native": tok/s over
+those of the fastest baseline of this run that computes the same rule on the same batches, eager or compiled, which
+stands beside it with its memory; "vs textbook": over the in-memory MeZO loop's as published. "products": the step's
+matrix products alone, of the same shapes and without a pause, timed directly after it; "compute": the resident step;
+"link": the bytes that cross over the rates measured in the same process, each way alone, and what goes both ways at the
+duplex rate; "updates": seconds in which the CPU updated parameters; "vs floor": the step over the largest of them.
+"down": so much of what came up was written back. GPU GiB are the allocator's peaks, allocated, reserved and planned;
+host GiB the peak resident set of the process. "blocks" says how many ran where that is not all: times are those of the
+blocks that ran, not scaled. A baseline's memory is its own. "losses" compares, bit for bit and from the same weights,
 streamed with resident, and a run with parts switched off with the streamed one."""
 STEP_PARTS = {"update_s": "updates s", "host_wait_s": "host waited s", "gpu_updates": "updated by GPU"}
 
@@ -53,7 +54,14 @@ class Line:
 
     @property
     def to_textbook(self) -> float | None:
-        return self.against(self.case.companion(TEXTBOOK))
+        return None if self.case.title else self.against(self.case.companion(TEXTBOOK))
+
+    @property
+    def best_native(self) -> Record | None:
+        """The fastest baseline that does the same work."""
+        cases = ((r, Case(**r["case"])) for r in self.found.values())
+        same = (r for r, case in cases if case.system in BASELINES and case.work == self.case.work)
+        return min(same, key=lambda r: float(r["step_s"]), default=None)
 
     @property
     def compute_s(self) -> float | None:
@@ -98,8 +106,8 @@ class Line:
         same = self.found.get(self.case.companion(STREAMED if ablated else RESIDENT))
         return self.record["losses"] == same["losses"] if same else None
 
-    def cells(self, natives: list[Case]) -> Cells:
-        """The row. natives: the baselines of the report."""
+    def cells(self) -> Cells:
+        """The row."""
         case, r = self.case, self.record
         found = {"case": case.name, "blocks": f"{case.blocks} of {BLOCKS[case.model]}" if case.blocks else ""}
         if not r:
@@ -107,9 +115,11 @@ class Line:
         spread, device, planned = (r["max_s"] - r["min_s"]) / 2 / self.step_s, r["device"], r["planned_bytes"]
         found |= {"s/step": f"{self.step_s:.4f}", "+-": f"{spread:.1%}", "tok/s": f"{self.tok_s:,.0f}"}
         found |= {"vs textbook": number(self.to_textbook, unit="x")}
-        for native in natives:
-            if (native.model, native.micro_batches) == (case.model, case.micro_batches):
-                found.setdefault(f"vs {native.options['optimizer']}", number(self.against(native.name), unit="x"))
+        if (best := self.best_native) is not None:
+            found |= {
+                "vs best native": number(self.against(best["name"]), unit="x"),
+                "best native": f"{best['name']}, {best['device']['reserved_bytes'] / GIB:.1f} GiB",
+            }
         moved, (floor_s, bound) = r["bytes_up"] > r["bytes_down"] > 0, self.floor
         found |= {
             "link s": number(self.link_s or None, ".4f"),
@@ -134,10 +144,9 @@ class StepReport(Report):
         return [Line(case, found.get(case.name, {}), found) for case in shown.cases]
 
     def sections(self) -> list[str]:
-        natives = [case for each in self.tables.values() for case in each.cases if case.system == NATIVE]
         parts = [NOTES]
         for each in self.tables.values():
-            parts.append(f"## {each.title}\n\n{table([line.cells(natives) for line in self.lines(each)])}")
+            parts.append(f"## {each.title}\n\n{table([line.cells() for line in self.lines(each)])}")
         rates = ("up", "down", "duplex", "duplex_median")
         links = [r for r in self.records if r["kind"] == "link"]
         rows = [[f"{r['unit_bytes'] / MIB:.0f}", *(f"{r[rate]:.1f}" for rate in rates)] for r in links]

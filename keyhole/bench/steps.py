@@ -18,7 +18,7 @@ from torch import nn
 import keyhole
 from keyhole.bench import measure
 from keyhole.bench.baselines import Native, Textbook, take_weights
-from keyhole.bench.cases import NATIVE, RESIDENT, STREAMED, TEXTBOOK, Case
+from keyhole.bench.cases import BASELINES, NATIVE, RESIDENT, STREAMED, TEXTBOOK, Case
 from keyhole.bench.process import Emit, Job
 from keyhole.bench.report import Record
 from keyhole.bench.shapes import QUICK_SHRINK, model_config
@@ -79,7 +79,7 @@ def load(case: Case, device: str, quick: bool, graphs: bool = True) -> keyhole.M
     """The case's model, placed as the case says for what the case runs."""
     tokens = case.batch * shortened(case.length, quick)
     work = Workload("eval", tokens, case.micro_batches)  # of a baseline, whose memory is not planned
-    if case.system != NATIVE:
+    if case.system not in BASELINES:
         own = settings_of(case)
         clips = own.max_grad_norm is not None
         work = Workload(case.method, tokens, case.micro_batches * own.passes, own, clips=clips)
@@ -118,9 +118,9 @@ def method_of(case: Case, model: keyhole.Model) -> Method | Textbook | Native:
     options = {key: value for key, value in case.options.items() if key != "svd"}
     rate = RATES[METHODS[case.method].sweep]
     if case.system == TEXTBOOK:
-        return Textbook(take_weights(model), rate)
+        return Textbook(take_weights(model), rate, **options)
     if case.system == NATIVE:
-        return Native(model, RATES["torch"], **options)
+        return Native(take_weights(model), RATES["torch"], **options)
     method: Method = METHODS[case.method].load()(model, rate, **options)
     return method
 
@@ -145,7 +145,7 @@ def own_products_s(case: Case, module: nn.Module, tokens: int, warm_up: int, rou
     """Seconds per step, for all micro-batches. None if the weights are not all on the device, or the method computes
     other products (adapters, subspaces). A method of forward passes alone multiplies the rows of all passes at once."""
     row, is_ours = METHODS[case.method], case.system != NATIVE
-    others = is_ours and (row.keeps_base or "d" in vars(row.settings()))
+    others = (row.keeps_base or "d" in vars(row.settings())) if is_ours else "peft" in case.options
     if case.system not in (NATIVE, RESIDENT) or case.gpu_memory or case.wire or others:
         return None
     recomputes = case.options.get("activations", row.settings().keeps) in ("block", "host")  # `auto`: none is counted

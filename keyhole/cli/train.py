@@ -111,7 +111,7 @@ def plan(
     tokens: Annotated[
         str | None, typer.Option(metavar="BxT", help="Samples x tokens per step, such as 4x1024.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of the run, for its hours.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the run, for its hours (1000).", min=1)] = None,
     machine: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="laptop, 3060, 4080, 4090, a10, a100, h100, h200: estimates; or here."),
@@ -155,7 +155,7 @@ def _table(table: "list[Row]", chosen: "Row | None") -> list[str]:
         [
             "->" if row is chosen else "", row.method, row.placement, row.stored, f"{row.gpu_bytes / GIB:.2f}",
             f"{row.host_bytes / GIB:.1f}", f"{row.disk_bytes / GIB:.0f}", f"{row.step_seconds:.3g}",
-            f"{row.tokens_per_second:,.0f}", f"{row.hours:.2g}", row.bound_by,
+            f"{row.tokens_per_second:,.0f}", f"{row.run_hours:.2g}", row.bound_by,
             "yes" if row.fits else f"lacks {row.missing}",
         ]
         for row in table
@@ -168,9 +168,16 @@ def _end(request: "PlanRequest", question: "Question", table: "list[Row]", chose
     from keyhole.plan.advice import cheapest_changes, reason, settings_of
 
     config, row = request.config, None
-    lines = [f"hours: to learn what {question.steps:,.0f} steps of AdamW learn (docs/plan.md)"]
+    lines = [
+        f"hours: of {question.steps:,} steps, {question.steps * question.tokens_per_step:,} tokens (--steps)",
+        *(
+            f"{name}: a guess: {METHODS[name].steps:g} times the steps of adamw; {why}"
+            for name in question.methods
+            if (why := METHODS[name].evidence)
+        ),
+    ]
     if chosen is not None:
-        lines.append(f"take: {settings_of(chosen, question)}: {reason(chosen, table, question)}")
+        lines.append(f"take: {settings_of(chosen, question)}: {reason(chosen, table)}")
     wanted = (config.method, config.placement, config.wire)
     asked = next((each for each in table if (each.method, each.placement, each.wire) == wanted), None)
     if request.names_method and asked is not None and not asked.fits:

@@ -79,7 +79,7 @@ def _package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise UserError("model: GGUF files are read by the package gguf: pip install 'keyhole[gguf]'") from error
+        raise UserError("model: GGUF files are read by the package gguf: pip install gguf") from error
     return gguf
 
 

@@ -4,7 +4,7 @@ lm.py         the model class for the harness: streamed, and batched over all re
 run.py        `keyhole eval --harness`: finds tasks before the model is loaded; prints a table, writes a file of results
 __main__.py   `python -m keyhole.harness ...` is the harness's own command, with all its options and this model
 
-The package lm_eval is an extra (`pip install "keyhole[harness]"`). The model is declared as an entry point of the group
+The package lm_eval is an extra (`pip install lm_eval`). The model is declared as an entry point of the group
 `lm_eval.models`. Version 0.4.13 of the harness does not load entry points, so importing this module registers the model
 under its name for `--model keyhole`.
 """

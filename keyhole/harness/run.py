@@ -21,9 +21,7 @@ from keyhole.errors import UserError
 def require() -> None:
     """UserError if the harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            '--harness: the package lm_eval is not installed; pip install "keyhole[harness]" (or pip install lm_eval)'
-        )
+        raise UserError("--harness: the package lm_eval is not installed: pip install lm_eval")
 
 
 def run_harness(

@@ -29,5 +29,5 @@ def __getattr__(name: str) -> Any:
     if util.find_spec("accelerate") is None:  # Transformers itself says so only when arguments are made
         from keyhole.errors import UserError
 
-        raise UserError("keyhole.hf: Hugging Face's Trainer needs accelerate: pip install 'keyhole[hf]'")
+        raise UserError("keyhole.hf: Hugging Face's Trainer needs accelerate: pip install accelerate")
     return getattr(import_module("keyhole.hf." + ("arguments" if "Arguments" in name else "trainer")), name)

@@ -25,6 +25,7 @@ from torch import nn
 
 from keyhole.disk.tensors import MethodState
 from keyhole.errors import UserError, listed
+from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.methods.settings import Around, MethodSettings, check_values, checked_rate
 from keyhole.methods.torch_optimizer import TorchOptimizer
 from keyhole.methods.traits import Traits
@@ -32,6 +33,7 @@ from keyhole.model.attached import Addon
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout, Unit
+from keyhole.offload.workers import WorkerFailed
 from keyhole.ops.autocast import with_gradients, without_autocast
 
 State = dict[str, Any]
@@ -151,14 +153,17 @@ class Method:
         with without_autocast(), with_gradients():
             methods.take_changes()
             self._check_parameters()
-            methods.step_begins()
+            methods.step_begins(self)
             try:
                 yield
                 methods.step_done()
-            except BaseException:
+            except BaseException as error:
                 for param in self._parameters():
                     param.grad = None  # the next step would refuse them
-                raise
+                if isinstance(error, WorkerFailed) or (lacks := out_of_memory(error)) is None:
+                    raise
+                sizes = "" if self.model.placed is None else self.model.placed.compared
+                raise UserError(f"{lacks}\n  {sizes}".rstrip()) from error
             finally:
                 methods.step_ends()
 

@@ -39,8 +39,10 @@ class Traits:
     # How a step visits the model: forward passes in lockstep; forward and backward pass block by block; or torch's
     # autograd over a resident model.
     sweep: Literal["forward", "reverse", "torch"]
-    # Steps needed to learn what AdamW learns in one: a rule of thumb by which the planner compares methods.
+    # Steps needed to learn what AdamW learns in one, where that is many times as many: a guess by which the planner
+    # compares methods, and its evidence.
     steps: float = 1.0
+    evidence: str = ""
     # Formats that weights may have at home and on the link, beside the dtype of compute.
     wires: tuple[str, ...] = ()
     # For messages: own settings with which the method supports frozen formats, if its defaults do not.

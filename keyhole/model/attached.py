@@ -67,6 +67,7 @@ class Attached(Protocol):
     """A method, as the model sees it."""
 
     name: str
+    settings: Any
     keeps_base: bool
     """Whether the weights of blocks are frozen."""
 
@@ -101,7 +102,7 @@ class AttachedMethods:
         self.changes = 0  # by hand, as often as some were found: the same for them
         self.is_flushed = False  # since the last step: the caller may change weights in any way
         self.trained: weakref.WeakKeyDictionary[Attached, list[bool]] = weakref.WeakKeyDictionary()  # when it was made
-        self._steps_now = False
+        self.stepping: Attached | None = None  # within its step
         self._turn = threading.RLock()  # held by the thread that makes a step
         self._writes = False  # the last step may still be writing homes
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
@@ -157,7 +158,7 @@ class AttachedMethods:
     @property
     def _is_busy(self) -> bool:
         """Within a step or a pass."""
-        return self._steps_now or self.in_pass or self.weights.replacement is not None
+        return self.stepping is not None or self.in_pass or self.weights.replacement is not None
 
     def take_changes(self, new: Attached | None = None, pointed: bool = True) -> None:
         """Called before weights are used: takes up what the caller has changed by hand. UserError for a change that
@@ -306,22 +307,22 @@ class AttachedMethods:
                 "call step, nll, logits or generate of a model: call them before or after, or take turns by a lock"
             )
 
-    def step_begins(self) -> None:
-        """Called before a step, whose end `step_ends` reports. UserError if another thread makes one."""
+    def step_begins(self, method: Attached) -> None:
+        """Called before a step of this method, whose end `step_ends` reports. UserError if another thread makes one."""
         self._take_turn()
-        self._steps_now = True
+        self.stepping = method
 
     def step_ends(self) -> None:
         """Called after a step, also one that ended in an error."""
         self._turn.release()
-        self.is_flushed = self._steps_now = False
+        self.is_flushed, self.stepping = False, None
         self._writes = self.engine.cuda and bool(self.engine.streamed)
         self._versions = list(map(VERSION, self._params))
 
     def flushed(self) -> None:
         """Called after the flush of a method. The caller may change weights through `.data` now, of which torch does
         not tell: until the next step, nothing that was uploaded before is used. (Ranks upload together: theirs is.)"""
-        if self._steps_now or self.ranks.several or self.engine.parts():
+        if self.stepping is not None or self.ranks.several or self.engine.parts():
             return
         self.engine.wait_for_homes()
         self.is_flushed, self._writes = True, False

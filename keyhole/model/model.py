@@ -146,12 +146,12 @@ class Model:
         return self.send(self.checked(batch, of_step))
 
     def checked(self, batch: Batch | Sequence[Batch], of_step: bool = True) -> list[Batch]:
-        """The micro-batches of a step; UserError if they cannot be trained on. of_step: warns if they are larger than
-        the batches that memory was planned for; evaluations have a size of their own."""
-        batches = as_list(batch)
+        """The micro-batches of a step; UserError if they cannot be trained on. of_step: warns if the step is larger
+        than what memory was planned for; evaluations have a size of their own."""
+        batches, method = as_list(batch), self.methods.stepping
         self.head.check(batches, self.layout.table.shape[0])
-        if of_step and self.placed is not None:
-            self.placed.warn_if_larger(max(batch["input_ids"].numel() for batch in batches))
+        if of_step and self.placed is not None and method is not None:
+            self.placed.check_step(method.name, method.settings, [batch["input_ids"].shape for batch in batches])
         return batches
 
     def send(self, batches: list[Batch], shares: bool = False, joins: bool = False) -> list[DeviceBatch]:

@@ -38,8 +38,12 @@ class Placed(Protocol):
     def check_method(self, method: str) -> None:
         """Refuses a method that cannot train this model; warns if the plan was made for another one."""
 
-    def warn_if_larger(self, tokens: int) -> None:
-        """Warns once of a batch with more tokens than the plan was made for."""
+    def check_step(self, method: str, settings: Any, shapes: Sequence[Sequence[int]]) -> None:
+        """Warns once of a step that is larger than the plan was made for."""
+
+    @property
+    def compared(self) -> str:
+        """The last step beside the planned one."""
 
 
 def left_of(placed: Placed | None, free_bytes: int, reserved_bytes: int, held_bytes: int = 0) -> int:

@@ -1,14 +1,11 @@
 """Which row of the table to choose, and why.
 
-Rows that fit are compared by the hours to learn as much as AdamW learns in the given number of steps:
-
-    hours = seconds per step x steps x (steps that the method needs for one of AdamW)
-
-The last factor is the method's own (`steps` of its row): a rule of thumb, since no formula knows the task. Methods that
-train all parameters come first: adapters are recommended only if nothing else fits. Of the rows within NEAR of the
-fastest, the one with the least GPU memory is chosen, since it leaves room for longer samples. A row that `keyhole
-train` would refuse for this number of steps (fp8, whose rounding noise accumulates) is chosen only if nothing else
-fits.
+Rows that fit are compared by the seconds of a step. Where a method is known to need many times the steps (`steps` of
+its row: forward passes alone), so many of its steps count as one: a guess, printed with its evidence, since no formula
+knows the task. Methods that train all parameters come first: adapters are recommended only if nothing else fits. Of the
+rows within NEAR of the fastest, the one with the least GPU memory is chosen, since it leaves room for longer samples. A
+row that `keyhole train` would refuse for this number of steps (fp8, whose rounding noise accumulates) is chosen only if
+nothing else fits.
 
 Which changes would make a run fit, cheapest first.
 
@@ -50,9 +47,14 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     fitting = [row for row in fitting if row.full] or fitting
     if not fitting:
         return None
-    least = min(row.hours for row in fitting)
-    near = [row for row in fitting if row.hours <= NEAR * least]
-    return min(near, key=lambda row: (row.gpu_bytes, row.hours))
+    least = min(map(counted_seconds, fitting))
+    near = [row for row in fitting if counted_seconds(row) <= NEAR * least]
+    return min(near, key=lambda row: (row.gpu_bytes, counted_seconds(row)))
+
+
+def counted_seconds(row: Row) -> float:
+    """Of as many steps as count as one."""
+    return row.step_seconds * METHODS[row.method].steps
 
 
 def _to_choose_from(rows: Sequence[Row]) -> list[Row]:
@@ -68,17 +70,18 @@ def settings_of(row: Row, question: Question) -> str:
     return " ".join(words + ([f"wire={row.wire}"] if row.wire else []))
 
 
-def reason(row: Row, rows: Sequence[Row], question: Question) -> str:
+def reason(row: Row, rows: Sequence[Row]) -> str:
     """The reason for the choice, in one sentence."""
-    rows = _to_choose_from(rows)
     if not row.full:
         return f"nothing that trains all parameters fits; {row.method} trains adapters beside them"
-    fastest = min((other for other in rows if other.full), key=lambda other: other.hours)
-    learns = f"learns what {question.steps:,.0f} steps of AdamW learn in {row.hours:.2g} h, bound by {row.bound_by}"
+    rows = [other for other in _to_choose_from(rows) if other.full]
+    fastest, pace = min(rows, key=counted_seconds), f"{row.step_seconds:.3g} s per step, bound by {row.bound_by}"
+    names = dict.fromkeys(other.method for other in rows if METHODS[other.method].evidence)
+    pace += "".join(f" ({METHODS[name].steps:g} steps of {name} count as one)" for name in names)
     if fastest is row:
-        return f"the fastest of {counted(len(rows), 'row')} that fit: {learns}"
-    near = f"{fastest.method} {fastest.placement}, {fastest.hours:.2g} h, {about(fastest.gpu_bytes)}"
-    return f"{learns}; within {NEAR - 1:.0%} of the fastest ({near}), with less GPU memory"
+        return f"the fastest of {counted(len(rows), 'row')} that fit and train all parameters: {pace}"
+    near = f"{fastest.method} {fastest.placement}, {fastest.step_seconds:.3g} s, {about(fastest.gpu_bytes)}"
+    return f"{pace}; within {NEAR - 1:.0%} of the fastest ({near}), with less GPU memory"
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ def said(
         accumulation=max(1, work.passes // own.passes),
         chooses=work.chooses,
         clips=work.clips,
-        steps=work.steps / row.steps if work.steps else Question.steps,
+        steps=work.steps or Question.steps,
         settings={work.method: own},
     )
     wire = None if formats.plain == formats.dtype and not formats.packs else formats.name

@@ -11,7 +11,9 @@ it fit, advice.py), and says what was decided, one line per decision, for the st
 """
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import gt
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.probe import workspace_bytes
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
+from keyhole.methods.settings import MethodSettings
 from keyhole.methods.work import check_host_memory
 from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.forward.memory import evaluation_bytes, host_bytes
@@ -35,6 +38,7 @@ from keyhole.plan.advice import said
 from keyhole.plan.dtype import check_trainable
 from keyhole.plan.fit import UNIT_BYTES, Costs, DoesNotFit, fit, parts, too_small
 
+KEPT = {"host": 0, "block": 1, "auto": 1, "none": 2}  # `activations` by the memory that is planned for them
 USABLE = 0.95  # share of the device's memory, if no budget is given
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
@@ -53,7 +57,8 @@ class Placement:
     limit_bytes: int | None = None  # device memory that a method may fill with state
     adapter: Path | None = None  # fixed adapters that were loaded with the model
     reasons: list[str] = field(default_factory=list)
-    warned: bool = False  # of a batch that is larger than planned
+    warned: bool = False  # of a step that is larger than planned
+    step: Workload | None = None  # the last one, as it was
     is_for_another_method: bool = False  # a method was made for which the budget was not planned
 
     def evaluation_passes(self, layout: Layout, most: int) -> int:
@@ -86,16 +91,48 @@ class Placement:
                 f'{method}; load with workload=keyhole.Workload("{method}", tokens=...), the tokens of a batch',
             )
 
-    def warn_if_larger(self, tokens: int) -> None:
-        """Warns once of a batch with more tokens than the budget was planned for, if it was planned for training."""
-        budget, work = self.budget_bytes, self.work
-        if budget is not None and work.method in METHODS and not self.warned and tokens > work.tokens:
+    def check_step(self, method: str, settings: MethodSettings, shapes: Sequence[Sequence[int]]) -> None:
+        """Before a step on micro-batches of these shapes: warns once if it is larger than planned for a budget."""
+        tokens, length = max(rows * width for rows, width in shapes), self.work.length and max(w for _, w in shapes)
+        self.step = replace(
+            self.work,
+            method=method,
+            tokens=tokens,
+            passes=len(shapes) * settings.passes,
+            length=length,
+            settings=settings,
+        )
+        larger = self.work.method in METHODS and any(map(gt, _sizes(self.step)[0], _sizes(self.work)[0]))
+        if larger and self.budget_bytes is not None and not self.warned:
             self.warned = True
-            warn(
-                f"gpu_memory: {about(budget)} was planned for {work.tokens} tokens per pass, and a batch has {tokens}: "
-                f'it may need more; load with workload=keyhole.Workload("{work.method}", tokens={tokens}), or give '
-                "KeyholeTrainer the max_length of the data",
-            )
+            warn(f"gpu_memory: {self.compared}")
+
+    @property
+    def compared(self) -> str:
+        """The last step beside the planned one, and what to change; "": nothing was planned for training."""
+        work, step = self.work, self.step
+        if step is None or work.method not in METHODS:
+            return ""
+        (planned, told), (own, also_told), row = _sizes(work), _sizes(step), METHODS[step.method]
+        budget = "this model" if self.budget_bytes is None else about(self.budget_bytes)
+        found, most = f"{budget} was planned for {told}, and a step is {also_told}", tuple(map(max, planned, own))
+        if most == planned:
+            return found
+        asked = f'"{step.method}", passes={most[0]}, tokens={most[1]}' + (f", length={most[2]}" if most[2] else "")
+        if step.settings is not None and step.settings.keeps != row.settings().keeps:
+            asked += f', settings=keyhole.{row.cls.partition(":")[2]}.row.settings(activations="{step.settings.keeps}")'
+        return (
+            f"{found}: it may need more. Make smaller micro-batches, or load with workload=keyhole.Workload({asked}), "
+            "or give KeyholeTrainer the max_length of the data"
+        )
+
+
+def _sizes(work: Workload) -> tuple[tuple[int, ...], str]:
+    """What the memory of a step depends on, and the same in words."""
+    keeps, length = (work.settings or METHODS[work.method].settings()).keeps, work.length or 0
+    words = (f" in rows of {length:,}" if length else "") + (f", activations={keeps}" if keeps else "")
+    told = f"{work.method} ({work.passes:,} x {work.tokens:,} tokens{words})"
+    return (work.passes, work.tokens, length, KEPT.get(keeps or "", 0)), told
 
 
 def place(

@@ -63,7 +63,7 @@ class Question:
     batch: int = 4
     length: int = 1024
     accumulation: int = 1
-    steps: float = 1000.0  # of AdamW; another method makes `Traits.steps` times as many
+    steps: int = 1000  # of the run
     clips: bool = False
     keeps: int = 2  # number of checkpoints that are kept
     settings: Mapping[str, MethodSettings] = field(default_factory=dict)  # by method
@@ -103,7 +103,7 @@ class Question:
             clips,
             length=self.length,
             experts=share,
-            steps=round(self.steps * row.steps),
+            steps=self.steps,
             chooses=self.chooses,
         )
 
@@ -120,7 +120,7 @@ class Row:
     disk_bytes: int
     step_seconds: float
     tokens_per_second: float
-    hours: float
+    run_hours: float
     bound_by: str
     fits: bool
     seconds: StepSeconds
@@ -242,7 +242,7 @@ def make_row(
         disk_bytes=disk,
         step_seconds=seconds.total,
         tokens_per_second=question.tokens_per_step / seconds.total,
-        hours=seconds.total * question.steps * traits.steps / 3600,
+        run_hours=seconds.total * question.steps / 3600,
         bound_by=seconds.bound_by,
         fits=not lacks,
         missing=" and ".join(lacks),

@@ -162,10 +162,7 @@ def require(report_to: str | Sequence[str] | None) -> None:
     """Before anything is written: checks that the configured trackers are installed."""
     for name in names_of(report_to):
         if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"report_to: {name} is not installed; pip install {name} (all: pip install 'keyhole[trackers]'), or "
-                "leave it out"
-            )
+            raise UserError(f"report_to: {name} is not installed: pip install {name}, or leave it out")
 
 
 class Tracker:

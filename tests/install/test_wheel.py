@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     left_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "tests", "benchmarks")
     shutil.copytree(ROOT, source, ignore=left_out)
     made = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", made, source, cwd=made)
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", made, source, cwd=made)
     (path,) = made.glob("keyhole-*.whl")
+    assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(path).namelist())
     return path
 
 
@@ -79,8 +81,6 @@ def _package(here: Path) -> str:
 
 def _needs(wheel: Path) -> list[str]:
     """The wheel's dependencies, extras excepted."""
-    import zipfile
-
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("METADATA")]
         lines = archive.read(name).decode().splitlines()

@@ -1,6 +1,6 @@
 """Every page in a real browser, as wide as a phone and as a desk: it shows itself, whole, and asks nobody for anything.
 
-Needs playwright (`pip install 'keyhole[browser]'`) and a Chromium: the system's, or `playwright install chromium`.
+Needs playwright (`pip install playwright`) and a Chromium: the system's, or `playwright install chromium`.
 Screenshots are kept where KEYHOLE_SCREENSHOTS names a directory.
 """
 

@@ -66,19 +66,35 @@ def said_to(method: type, **options: object) -> list[str]:
     return [str(warning.message) for warning in found]
 
 
-@pytest.mark.parametrize(("budget", "tokens", "warns"), [("64MiB", 20, True), ("64MiB", 24, False), (None, 20, False)])
-def test_a_batch_larger_than_planned_is_said_once(budget: str | None, tokens: int, warns: bool) -> None:
-    """The budget is a promise for batches of that size; on a GPU a larger one may end the run."""
-    how = {"init": "random", "device": "cpu", "placement": "stream", "gpu_memory": budget}
-    model = keyhole.load(config("llama"), workload=keyhole.Workload("lomo", tokens=tokens, passes=1), **how)
-    opt, ids = keyhole.LOMO(model, 1e-2), torch.ones(3, 8, dtype=torch.long)
+@pytest.mark.parametrize(
+    ("planned", "own", "count", "says"),
+    [
+        ({"settings": keyhole.LOMO.row.settings(activations="host")}, {}, 1, '"lomo", passes=2, tokens=24)'),
+        ({"passes": 1}, {"activations": "none"}, 1, 'settings=keyhole.LOMO.row.settings(activations="none"))'),
+        ({"passes": 1}, {}, 2, '"lomo", passes=2, tokens=24)'),
+        ({"tokens": 20}, {}, 1, '"lomo", passes=2, tokens=24)'),
+        ({"tokens": 20}, {"budget": None}, 1, ""),
+        ({"passes": 1, "length": 7}, {}, 1, "length=8)"),
+        ({"passes": 1, "length": 8}, {"activations": "host"}, 1, ""),
+        ({"method": "zo"}, {"directions": 2}, 1, '"zo", passes=4, tokens=24)'),
+        ({"method": "zo", "passes": 4}, {"directions": 2}, 1, ""),
+        ({"method": "zo", "passes": 1}, {"made": keyhole.LOMO}, 2, '"lomo", passes=2, tokens=24)'),
+    ],
+)
+def test_all_sizes_of_a_step_are_compared(planned: Any, own: Any, count: int, says: str) -> None:
+    """Tokens, micro-batches, directions, rows, what is kept; said once, with the workload that would hold the step."""
+    work = keyhole.Workload(**{"method": "lomo", "tokens": 24} | planned)
+    made = own.get("made", keyhole.ZO if work.method == "zo" else keyhole.LOMO)
+    how = {"init": "random", "device": "cpu", "placement": "auto", "gpu_memory": own.get("budget", "64MiB")}
+    model, ids = keyhole.load(config("llama"), workload=work, **how), torch.ones(3, 8, dtype=torch.long)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
+        opt = made(model, 1e-3, **{key: value for key, value in own.items() if key not in ("made", "budget")})
         model.nll({"input_ids": ids.repeat(2, 1), "labels": ids.repeat(2, 1)})  # no step was planned for it
         for _ in range(2):
-            opt.step({"input_ids": ids, "labels": ids})
-    told = [str(one.message) for one in found]
-    assert [("planned for 20 tokens per pass, and a batch has 24" in line) for line in told] == [True] * warns
+            opt.step([{"input_ids": ids, "labels": ids}] * count)
+    told = [str(one.message) for one in found if "a step is" in str(one.message)]
+    assert len(told) == bool(says) and says in "".join(told)
 
 
 @pytest.mark.parametrize(

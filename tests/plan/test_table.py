@@ -120,18 +120,23 @@ def test_the_seconds_are_near_those_measured() -> None:
     assert [row.bound_by for row, _ in planned] == ["compute", "link", "link", "compute", "link", "memory"]
 
 
-def test_the_recommended_row_fits_and_needs_the_fewest_hours() -> None:
+def test_the_recommended_row_fits_and_is_the_fastest_of_those_it_names() -> None:
     """Of the rows that fit and train all parameters; None where none does."""
     table = rows(question(llama_7b(), "4090", 23, 60))
     best = advice.recommended(table)
     full = [row for row in table if row.fits and row.full]
-    assert best in full and best.hours <= advice.NEAR * min(row.hours for row in full)
-    why = advice.reason(best, table, question(llama_7b()))
-    fastest = min(full, key=lambda row: row.hours)
+    paces = {id(row): row.step_seconds * (20 if row.method == "zo" else 1) for row in full}
+    fastest = min(full, key=lambda row: paces[id(row)])
+    assert best in full and paces[id(best)] <= advice.NEAR * paces[id(fastest)]
+    why = advice.reason(best, table)
     assert ("the fastest" in why) and (best is fastest or fastest.method in why)
-    alone = advice.reason(fastest, [fastest], question(llama_7b()))
-    assert alone.startswith("the fastest of 1 row that fit: learns what ")
-    assert re.match(r"the fastest of \d+ rows that fit: ", advice.reason(fastest, full, question(llama_7b())))
+    quick = replace(next(row for row in table if row.method == "lora"), fits=True, step_seconds=1e-3)
+    counted = (
+        f"the fastest of {len(full)} rows that fit and train all parameters: {fastest.step_seconds:.3g} s per step"
+    )
+    assert advice.reason(fastest, [quick, *full]).startswith(counted) and "20 steps of zo count as one" in counted + why
+    assert advice.reason(fastest, [fastest]).startswith("the fastest of 1 row that fit and train")
+    assert fastest.run_hours == pytest.approx(fastest.step_seconds * 1000 / 3600)
     assert advice.recommended([replace(row, fits=False) for row in table]) is None
 
 
@@ -257,12 +262,12 @@ def test_low_rank_is_planned_as_it_was_measured(
 
 def test_what_a_run_would_be_refused_for_is_not_recommended() -> None:
     """Twenty thousand steps in fp8 need a setting; where nothing else fits, the row is named all the same."""
-    table = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",)))
+    table = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",), steps=20_000))
     by_wire = {row.wire: row for row in table if row.placement == "stream"}
     assert "zo.fp8_steps" in by_wire["fp8"].refused and not by_wire[None].refused
-    fp8, plain = (replace(by_wire[wire], fits=True, hours=hours) for wire, hours in (("fp8", 1.0), (None, 9.0)))
+    fp8, plain = (replace(by_wire[wire], fits=True, step_seconds=s) for wire, s in (("fp8", 1.0), (None, 9.0)))
     assert advice.recommended([fp8, plain]) is plain
-    said = advice.reason(plain, [fp8, plain], question(small()))
+    said = advice.reason(plain, [fp8, plain])
     assert "the fastest of 1 row" in said and "within" not in said
     assert advice.recommended([fp8, replace(plain, fits=False)]) is fp8
     few = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",), steps=40))

@@ -1,8 +1,8 @@
 """Short runs of every method with gradients, in one process and on several ranks: what the tests compare."""
 
 import gc
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import keyhole
 from keyhole.offload import arena
 from keyhole.plan import fit
-from keyhole.ranks import Ranks
+from keyhole.ranks import Ranks, group, join
 from keyhole.ranks.join import joined
 from tests.model.decoders import batch, config
 from tests.ranks.workers import micro_batches
@@ -123,11 +123,26 @@ def same_bits(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return torch.equal(one["numbers"], two["numbers"]) and all(torch.equal(a[2], b[2]) for a, b in pairs)
 
 
+class OfOne(group.Group):
+    """One rank that does all that several do: units are shards, tensors go through the collectives."""
+
+    several = True
+
+
+@contextmanager
+def alone() -> Iterator[Ranks]:
+    group.Group = OfOne
+    ranks = join._join()
+    ranks.meet()
+    yield ranks
+    ranks.close()
+
+
 def write_results(directory: Path, size: int, names: Iterable[str], device: str = "cpu") -> int:
     """Of these cases, as far as they are for so many ranks, in a file per rank; and the host memory of Adam's state."""
     torch.set_num_threads(1)
-    with joined() as ranks:
-        found = {}
+    with alone() if size == 1 else joined() as ranks:
+        found = {"nccl": getattr(ranks, "nccl", None) is not None}
         for name in names:
             case = CASES[name]
             if case.size == size or device != "cpu":

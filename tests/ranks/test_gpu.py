@@ -1,4 +1,4 @@
-"""Two ranks on one GPU, over gloo: what the CPU tests show, with streams, page-locked memory and kernels."""
+"""One rank over NCCL, two on one GPU over gloo: what the CPU tests show, with streams, page-locked memory, kernels."""
 
 from pathlib import Path
 
@@ -23,15 +23,18 @@ def test_shared_homes_have_the_bits_of_one_process(tmp_path: Path) -> None:
     assert_shared([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)], alone)
 
 
-def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
-    """Every method with gradients, resident and streamed. galore's subspace is that of the largest singular values of a
+@pytest.mark.parametrize("size", [1, 2], ids=["over_nccl", "over_gloo"])
+def test_gradients_of_ranks_are_those_of_one_process(size: int, tmp_path: Path) -> None:
+    """Every method with gradients, resident and streamed. NCCL needs a GPU for each rank, so one rank alone, with its
+    units as shards, goes through its collectives. galore's subspace is that of the largest singular values of a
     gradient: where two are nearly equal, rounding turns it, and Adam in it moves weights otherwise (by up to 3e-3 here
     in three steps). adalomo divides each row by its own size, and Adam each number: those whose gradients are rounding
     errors alone (units of an expert that are almost off) move as far as others, each process in its own direction."""
-    launch = Launch(2, write_results, tmp_path, 2, tuple(CASES), "cuda")
+    launch = Launch(size, write_results, tmp_path, size, tuple(CASES), "cuda")
     alone = {name: results(case, Ranks(), "cuda") for name, case in CASES.items()}
-    assert launch.end() == [0, 0], launch.printed
-    ours = [torch.load(tmp_path / f"2 {rank}.pt") for rank in range(2)]
+    assert launch.end() == [0] * size, launch.printed
+    ours = [torch.load(tmp_path / f"{size} {rank}.pt") for rank in range(size)]
+    assert [rank["nccl"] for rank in ours] == [size == 1] * size
     for name in CASES:
         close_to = 3e-4 if name == "galore" else 5e-5 if "adalomo" in name or "experts" in name else 1e-5
         assert_same_numbers(name, [rank[name] for rank in ours], alone[name], close_to)

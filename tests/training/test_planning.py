@@ -61,13 +61,13 @@ def test_models_that_were_published_quantised_are_planned_and_tried(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_the_steps_of_a_config_are_those_of_its_method(mixture: Path) -> None:
-    """A run of zo is planned for its max_steps, not for twenty times as many, which is what AdamW's would take."""
+    """All methods are planned for the steps that were asked for: how many a method needs, nobody knows."""
     words = ["method=zo", "max_steps=700", "train_data=a.jsonl", "output_dir=out"]
     question, _ = ask(check_plan(f"model={mixture}", words, machine="4090"))
     assert question.workload(METHODS["zo"]).steps == 700
-    assert question.workload(METHODS["adamw"]).steps == 35
+    assert question.workload(METHODS["adamw"]).steps == 700
     asked, _ = ask(check_plan(f"model={mixture}", words, steps=50, machine="4090"))
-    assert asked.workload(METHODS["zo"]).steps == 50 * METHODS["zo"].steps
+    assert asked.workload(METHODS["zo"]).steps == 50
 
 
 def test_without_a_gpu_the_smallest_machine_that_is_large_enough_is_taken(mixture: Path) -> None:

@@ -1,6 +1,6 @@
 """Trackers, each through its real library, offline; and the thread between them and training.
 
-Those that are not installed are skipped: `pip install 'keyhole[trackers]'`.
+Those that are not installed are skipped: `pip install wandb mlflow trackio`.
 """
 
 import importlib.util
@@ -128,7 +128,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     require(None)
     for name in TRACKERS:
-        with pytest.raises(UserError, match=rf"report_to: {name} is not installed; pip install {name}"):
+        with pytest.raises(UserError, match=rf"report_to: {name} is not installed: pip install {name}"):
             require([name])
 
 

@@ -26,5 +26,4 @@ APOLLO_MINI = replace(
     formulas="keyhole.methods.apollo_mini.memory:FORMULAS",
     learning_rate=1e-4,  # its step is about sqrt(128 / m) of an AdamW step at the same rate, for a shorter side m
     sane_rates=(1e-7, 1e-2),
-    steps=1.1,
 )

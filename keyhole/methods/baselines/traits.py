@@ -57,7 +57,6 @@ SGD = replace(
     settings=SGDConfig,
     learning_rate=5e-3,
     sane_rates=(1e-5, 1e-1),
-    steps=1.5,
 )
 GALORE = replace(
     ADAMW,
@@ -66,6 +65,5 @@ GALORE = replace(
     settings=GaLoreConfig,
     learning_rate=1e-4,
     sane_rates=(1e-6, 1e-2),
-    steps=1.2,
     announces="never",
 )

@@ -87,7 +87,6 @@ LOMO = Traits(
     learning_rate=5e-3,
     sane_rates=(1e-5, 1e-1),
     sweep="reverse",
-    steps=1.5,
     wires=("fp32", "bf16", "fp16"),
     underflow_safe=True,
     announces="pages",
@@ -100,7 +99,6 @@ ADALOMO = replace(
     settings=AdaLOMOConfig,
     learning_rate=5e-4,
     sane_rates=(1e-5, 5e-3),
-    steps=1.1,
 )
 LOMO_LORA = replace(
     LOMO,
@@ -109,5 +107,4 @@ LOMO_LORA = replace(
     settings=LOMOLoRAConfig,
     formulas="keyhole.methods.lomo.memory:LOMO_LORA_FORMULAS",
     announces="never",
-    steps=1.2,
 )

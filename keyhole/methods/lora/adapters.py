@@ -177,7 +177,7 @@ def lora_config() -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise UserError("method: adapters need the peft package: pip install 'keyhole[lora]'") from error
+        raise UserError("method: adapters need the peft package: pip install peft") from error
     return LoraConfig
 
 

@@ -27,7 +27,7 @@ orthonormal, this is the paper's formula. Both maps are linear, so the step coun
 Legend: m, n sides of the weight; T tokens; d columns and r numbers per row of a projector; g rows of a block.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import pad
@@ -121,8 +121,8 @@ def fit_blocks(grads: Sequence[Gradient], p: Projector, q: Projector) -> tuple[P
     """The closed form: leading eigenvectors block by block, alternating between the sides; one gradient at a time."""
     totals = [norm_squared(grad).clamp(min=1e-38) for grad in grads]
     for turn in range(2):
-        p = _block_bases((_left_pair(_float(grad), q if turn else None) for grad in grads), totals, p)
-        q = _block_bases((_left_pair(_float(grad, turned=True), p) for grad in grads), totals, q)
+        p = _block_bases(grads, totals, p, q if turn else None)
+        q = _block_bases(grads, totals, q, p, turned=True)
     return p, q
 
 
@@ -147,14 +147,18 @@ def _left_pair(grad: Gradient, q: Projector | None) -> tuple[torch.Tensor, torch
 
 
 def _block_bases(
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], totals: list[torch.Tensor], p: Projector
+    grads: Sequence[Gradient], totals: list[torch.Tensor], p: Projector, q: Projector | None, turned: bool = False
 ) -> Projector:
-    """For each block, the r leading eigenvectors of the sum over gradients of u_b^T v_b / ||G||^2."""
+    """For each block, the r leading eigenvectors of the sum over gradients of u_b^T v_b / ||G||^2. q: of the other
+    side; turned: of the transposed gradients."""
     blocks, lost = p.d // p.r, p.d // p.r * p.group - p.rows
     gram_Bgg = torch.zeros(blocks, p.group, p.group, device=p.values_Rr.device)
-    for (u, v), total in zip(pairs, totals, strict=True):
-        u_TBg, v_TBg = (pad(side, (0, lost)).view(-1, blocks, p.group) for side in (u, v))
-        gram_Bgg += torch.einsum("tbg,tbh->bgh", u_TBg, v_TBg) / total
+
+    def of_blocks(side: torch.Tensor) -> torch.Tensor:
+        return (pad(side, (0, lost)) if lost else side.contiguous()).view(-1, blocks, p.group)
+
+    for grad, total in zip(grads, totals, strict=True):  # no two are in float32 at once
+        gram_Bgg += torch.einsum("tbg,tbh->bgh", *map(of_blocks, _left_pair(_float(grad, turned), q))) / total
     if lost:  # padding rows come last among the eigenvectors
         gram_Bgg[-1].diagonal()[p.group - lost :] = -1
     gram_Bgg = (gram_Bgg + gram_Bgg.mT) / 2

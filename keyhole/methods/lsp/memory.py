@@ -6,8 +6,10 @@ The optimizer sees d_P d_Q numbers of a matrix of a block, and all elements of a
     buffers      the gradient of one block, or one chunk of a table, in fp32; twice if some are copied to the host, and
                  then SLOTS steps of one unit that are being uploaded
     projectors   r numbers per row of both sides of a matrix, in fp32
-    learning     the fit of one matrix while its block is on the device: [d, W] in fp32 four times (W its longer side),
-                 and a part of dY and X; projectors other than `blocks` are fitted dense, by autograd: three times that
+    learning     the fit of one matrix [m, n] while its block is on the device, of T tokens in each of s slices, W its
+                 longer side; all in fp32. blocks: one slice of dY and X twice, [T, T], and three Gram matrices of
+                 r W / d rows; or, as the bias is measured, [d, W] twice and 24 d^2. free, which is fitted dense and by
+                 autograd: all slices, [d, W] ten times and 40 d^2. Both begin with norms: a slice and three of [T, T]
 
 Llama-7B, d = 2048: 1.19 G numbers (blocks 0.93 G, embedding and head 0.13 G each), 8.89 GiB of moments.
 
@@ -155,8 +157,12 @@ def _fit_bytes(layout: Layout, tokens: int, own: LSPConfig) -> int:
     if not own.learn or longest <= own.d:
         return 0
     rule = own.rule
-    part = 4 * -(-tokens // rule.slices) * max(sum(shape) for shape in sides)
-    return (16 * own.d * longest + part) * (1 if rule.kind == "blocks" else 3)
+    rows, squares = -(-tokens // rule.slices), own.d**2
+    part, dense = 4 * rows * max(sum(shape) for shape in sides), 4 * own.d * longest
+    norms, grams = part + 12 * rows**2, 12 * own.r * longest**2 // own.d
+    if rule.kind == "blocks":
+        return max(norms, 2 * part + 4 * rows**2 + grams, 2 * dense + 24 * squares)
+    return rule.slices * part + max(norms, 10 * dense + 40 * squares)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:

@@ -88,7 +88,6 @@ LSP = Traits(
     learning_rate=2e-5,
     sane_rates=(1e-7, 1e-3),
     sweep="reverse",
-    steps=1.2,
     wires=("fp32", "bf16", "fp16"),
     ranks="shards",
     may_change=("optimizer_on",),

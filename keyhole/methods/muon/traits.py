@@ -42,7 +42,6 @@ MUON = replace(
     formulas="keyhole.methods.muon.memory:FORMULAS",
     learning_rate=2e-5,
     sane_rates=(1e-7, 1e-2),
-    steps=1.1,
     underflow_safe=False,
     may_change=("moments",),
 )

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keyhole
+from keyhole.bench.memory import Ledger
 from keyhole.bench.shapes import llama_config
 from keyhole.machine.sizes import GIB, MIB
+from keyhole.methods.lsp.fit import fit as fit_projectors
+from keyhole.methods.lsp.learn import mean_bias, slices_of
 from keyhole.methods.lsp.memory import Numbers, choose_units, count_numbers, device_bytes
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.traits import LSP as LSP_ROW
@@ -18,6 +21,7 @@ from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
+from keyhole.ops.lsp.projector import random_projector
 from keyhole.plan.fit import Costs, fit
 from tests.model.decoders import config
 
@@ -33,6 +37,24 @@ def test_planned_is_near_measured(where: str, peak_gib: float) -> None:
     assert device_bytes(layout, set(), Workload("lsp", 4096, 1, own), room).total / GIB == pytest.approx(
         peak_gib, rel=0.05
     )
+
+
+@pytest.mark.parametrize("d", [32, 128])
+@pytest.mark.parametrize("tokens", [64, 1024, 2048])
+@pytest.mark.parametrize("kind", ["blocks", "free"])
+def test_the_fit_takes_what_is_planned(kind: str, tokens: int, d: int) -> None:
+    """Of the largest matrix, with the measure of its bias; hardly more, and at most a half less."""
+    own = LSPConfig(d=d, kind=kind)
+    layout = find_layout(build(config("llama", hidden_size=256, intermediate_size=896), torch.float32))
+    room = Room(Wire(torch.bfloat16, None), 0)
+    planned = device_bytes(layout, set(), Workload("lsp", tokens, 1, own), room).gradients
+    sides = [torch.randn(tokens, size).bfloat16() for size in (896, 256)]
+    p, q = (random_projector(kind, side.shape[1], d, own.r, seed=i) for i, side in enumerate(sides))
+    grads = slices_of(*sides, own.rule.slices, range(tokens))
+    with torch.no_grad(), Ledger(torch.device("cpu")) as ledger:
+        mean_bias(grads, *fit_projectors(grads, p, q, steps=2))
+    measured = sum(ledger.peaks()[0].values())
+    assert 0.5 * planned <= measured <= 1.05 * planned
 
 
 @pytest.mark.parametrize("others", ["adam", "frozen"])
