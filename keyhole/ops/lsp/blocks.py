@@ -30,6 +30,7 @@ Bytes per bfloat16 weight: 2 read + 2 written; from cache 4 r / g_P of P for eac
 Legend: m, n sides of W; A, D sides of delta; r entries per row; g rows of a block.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -123,20 +124,20 @@ def _blocks_kernel(
             tl.store(w_ptr + at, rounded(x, bits, w.dtype, STOCHASTIC)[0], mask)
 
 
-def is_aligned(p: Projector, width: int) -> bool:
-    """Whether each aligned tile of `width` rows begins a block, or lies in one."""
-    return width % p.group == 0 or p.group % width == 0
+def is_aligned(group: int, width: int) -> bool:
+    """Whether each aligned tile of `width` rows begins a block of `group` rows, or lies in one."""
+    return width % group == 0 or group % width == 0
 
 
-def depth(p: Projector, width: int) -> int:
+@lru_cache
+def depth(group: int, r: int, width: int) -> int:
     """Columns of a projector of blocks in which an aligned tile of `width` rows can have entries, for tl.dot."""
-    blocks = max(1, width // p.group) if is_aligned(p, width) else (width - 2) // p.group + 2
-    return power_of_two(blocks * p.r)
+    return power_of_two(r * (max(1, width // group) if is_aligned(group, width) else (width - 2) // group + 2))
 
 
 def is_one_stage(p: Projector, q: Projector) -> bool:
     """Whether the kernel supports these projectors."""
-    return p.group > 0 and q.group > 0 and depth(p, LANE_ROWS) * depth(q, WIDE) <= MOST
+    return p.group > 0 and q.group > 0 and depth(p.group, p.r, LANE_ROWS) * depth(q.group, q.r, WIDE) <= MOST
 
 
 def blocks_triton_(
@@ -146,7 +147,8 @@ def blocks_triton_(
     (m, n), columns = w_mn.shape, COLUMNS if q.r & (q.r - 1) == 0 else WIDE
     numbers = (m, n, p.d, q.d, alpha, keep, how.offset, *key(how.seed, how.step))
     flags: dict[str, Any] = {"group_p": p.group, "group_q": q.group, "r_p": p.r, "r_q": q.r}
-    flags |= {"DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, columns), "ALIGNED": is_aligned(p, LANE_ROWS)}
+    flags |= {"DEPTH_P": depth(p.group, p.r, LANE_ROWS), "DEPTH_Q": depth(q.group, q.r, columns)}
+    flags |= {"ALIGNED": is_aligned(p.group, LANE_ROWS)}
     flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "ON_DEVICE": is_on_device(alpha, keep, how.step)}
     few = columns == COLUMNS and flags["DEPTH_P"] * flags["DEPTH_Q"] <= LARGE
     options = {"UNROLL": UNROLL, "STAGES": STAGES, "num_warps": NUM_WARPS} if few else ROOMY
