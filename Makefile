@@ -1,6 +1,7 @@
 # Two commands are all a newcomer needs: `make demo` and `make test`. Both set everything up first.
 PYTHON ?= python3
 VENV := .venv
+BEFORE_5 := .venv-4.57
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := keyhole tests benchmarks scripts
@@ -32,7 +33,13 @@ check: style  # before every commit: the core tests of every package, in two min
 	$(MAKE) --no-print-directory -j 2 types run-tests TESTS="$(CORE)"
 
 matrix: $(STAMP)  # of properties over families, methods and dtypes, the cases that `make test` leaves out
+	-$(MAKE) --no-print-directory $(BEFORE_5)/.installed
 	$(PYTEST) -m matrix
+
+$(BEFORE_5)/.installed: constraints-4.57.txt  # an environment with the last Transformers before 5; without it, its cases skip
+	test -x $(BEFORE_5)/bin/python || $(PYTHON) -m venv $(BEFORE_5)
+	$(BEFORE_5)/bin/python -m pip install -q -c constraints-4.57.txt torch transformers peft
+	touch $@
 
 run-tests: $(STAMP)
 	$(PYTEST) $(TESTS)
@@ -63,4 +70,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(BEFORE_5) build dist *.egg-info

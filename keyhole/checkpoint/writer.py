@@ -89,7 +89,7 @@ class Writer:
         self.names = {} if method.light else None if by_itself else names_on_disk(model)
         self.waits = self.names is None or bool(model.engine.shared)
         self.files = plan_files(model, self.names) if self.names else Files()
-        self.small = {} if self.names is None else small_files(model)
+        self.small, self.lines = small_files(model)
         half = sum(home.nbytes for home in model.engine.homes) // 2
         free = max(0, host_memory().available_bytes - SLACK_BYTES)
         self.pool_bytes = min(half, free) if pool_bytes is None else pool_bytes
@@ -189,7 +189,8 @@ class Writer:
             write_parts(self.model, directory)
         elif self.names is None:
             write_files(self.model, directory, merged=False)
-        write_contents(directory, self.small)
+        else:
+            write_contents(directory, self.small)
         for files in writing.files:
             create(files, directory)
         writing.snapshot.write(directory)

@@ -107,11 +107,11 @@ def push(
 
     check_id(name, "ID")
     if dry_run:
-        files = files_of(directory)
+        files, left = files_of(directory)
         check(directory)
         typer.echo(text_of_card(Path(directory), name))
-        for file, path in files.items():
-            note(f"{path.stat().st_size:>14,} bytes  {file}")
+        for line in (*(f"{path.stat().st_size:>14,} bytes  {file}" for file, path in files.items()), *left):
+            note(line)
         return
     typer.echo(run(directory, name, private=True if private else None, say=note))
 

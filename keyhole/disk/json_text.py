@@ -10,6 +10,9 @@ JSON of unknown origin becomes typed values: dataclasses, lists, tuples, numbers
     decode(found, Story, most=4000)  what does not fit is left out, and texts, lists and objects are cut at `most`
 
 Names that a dataclass does not have are passed over; those that are missing have their defaults.
+
+`edited` changes one key of an object in its text, and nothing else of it: order, indentation, escapes and line ends of
+a published file stay as they are, which writing it anew would not keep.
 """
 
 import dataclasses
@@ -21,7 +24,7 @@ import re
 import tempfile
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,6 +78,51 @@ def read_json(path: Path, what: str, limit_bytes: int = LIMIT_BYTES) -> Json:
     except (OSError, ValueError) as error:  # bad JSON and bad UTF-8 are ValueErrors
         raise UserError(f"{what}: {path} cannot be read, it may be damaged or incomplete: {error}") from error
     return found
+
+
+ABSENT = object()
+BETWEEN = re.compile(r"[ \t\r\n]*[:,]?[ \t\r\n]*")
+
+
+def edited(text: str, path: Sequence[str], value: object) -> str:
+    """The text of a JSON object with another value at `path`: a key, or one of an object within it. A new key comes
+    last; with ABSENT the key goes."""
+    at = text.index("{")
+    for key in path[:-1]:
+        at = _members(text, at)[1][key][1]
+    first, members = _members(text, at)
+    listed, known, lead = list(members.values()), members.get(path[-1]), text[at + 1 : first]
+    if value is ABSENT:
+        if known is None:
+            return text
+        before, after = listed[: listed.index(known)], listed[listed.index(known) + 1 :]
+        start = before[-1][2] if before and not after else known[0]
+        return text[:start] + text[after[0][0] if after else known[2] :]
+    shown = json.dumps(value, indent=2 if "\n" in lead else None, ensure_ascii=text.isascii()).replace("\n", lead)
+    if known is not None:
+        return text[: known[1]] + shown + text[known[2] :]
+    end, added = listed[-1][2] if listed else at + 1, f"{json.dumps(path[-1])}: {shown}"
+    return text[:end] + (f",{lead}{added}" if listed else lead + added) + text[end:]
+
+
+def _members(text: str, at: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+    """Of the object at text[at]: where its first key begins, and of each key (of one that is there twice, the last)
+    where it begins, and where its value begins and ends."""
+    found, decode = dict[str, tuple[int, int, int]](), json.JSONDecoder().raw_decode
+    first = begin = _past(text, at + 1)
+    while text[begin] != "}":
+        key, end = decode(text, begin)
+        value = _past(text, end)
+        _, end = decode(text, value)
+        found.pop(key, None)
+        found[key] = begin, value, end
+        begin = _past(text, end)
+    return first, found
+
+
+def _past(text: str, at: int) -> int:
+    between = BETWEEN.match(text, at)
+    return at if between is None else between.end()
 
 
 def check_result_file(option: str, path: Path) -> None:

@@ -24,7 +24,7 @@ import re
 import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers.trainer import SCHEDULER_NAME
@@ -63,15 +63,17 @@ def trained_names(model: Model) -> list[str]:
     return sorted({tensor.name for tensor in model.layout.tensors if tensor.param.requires_grad})
 
 
-def save(directory: Path, method: Method, scheduler: Scheduler, step: int, asked: Wanted, trained: list[str]) -> None:
+def save(
+    directory: Path, method: Method, scheduler: Scheduler, step: int, asked: Wanted, trained: list[str], tokenizer: Any
+) -> None:
     """Writes the scheduler, the state, the method's own settings, the names of what it was made to train, and the
-    checksums of the files that are there by then: the model's and the scheduler's."""
+    checksums of the files that are there by then: the model's (with this tokenizer) and the scheduler's."""
     torch.save(scheduler.state_dict(), directory / SCHEDULER_NAME)
     for name in (STATE, TENSORS, *LAST):  # of an earlier checkpoint of this step
         (directory / name).unlink(missing_ok=True)
     tensors, scalars = split_state(method.state_dict())
     if method.model.methods.low_rank is not None:  # factors are part of the state: a run resumes within a period
-        save_model(method.model, directory, merged=False)
+        save_model(method.model, directory, merged=False, tokenizer=tokenizer)
     if tensors:
         write_tensors(directory / TENSORS, {n: t for n, t in tensors.items() if isinstance(t, torch.Tensor)})
     about = {METHOD: method.name, RATE: method.param_groups[0]["lr"], SETTINGS: asdict(asked.own), TRAINED: trained}

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, Trainer, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
@@ -190,11 +190,15 @@ class KeyholeMixin(Base):
     def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         """Saves the model (by keyhole), the tokenizer, and the arguments."""
         directory = Path(output_dir or self.args.output_dir)
-        self.keyhole.save_pretrained(directory)  # makes the directory, if it may write
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(directory)
+        self.keyhole.save_pretrained(directory, self._tokenizer)  # makes the directory, if it may write
+        if self._tokenizer is None and hasattr(self.processing_class, "save_pretrained"):
+            self.processing_class.save_pretrained(directory)  # a processor
         torch.save(self.args, directory / TRAINING_ARGS_NAME)
+
+    @property
+    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+        given = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return given if isinstance(given, PreTrainedTokenizerBase) else None
 
     def create_model_card(self, *args: object, **options: object) -> None:
         """The Trainer's, with the method in place of the Trainer's optimizer."""
@@ -212,8 +216,8 @@ class KeyholeMixin(Base):
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        step = self.state.global_step
-        checkpoints.save(Path(output_dir), self.method, self.lr_scheduler, step, self._wanted, self._trained)
+        step, place, wanted, trained = self.state.global_step, Path(output_dir), self._wanted, self._trained
+        checkpoints.save(place, self.method, self.lr_scheduler, step, wanted, trained, self._tokenizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         trained = self._trained or checkpoints.trained_names(self.keyhole)

@@ -21,9 +21,9 @@ from keyhole.disk.json_text import Json, read_json
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import has_adapter, names_classifier
+from keyhole.model.weights.small_files import CARD
 from keyhole.report.entries import Entry, is_test, read_metrics
 
-README = "README.md"
 NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
 NOT_TOLD |= {"train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template"}
 MOST_BYTES = 2**22
@@ -44,7 +44,7 @@ def card(directory: Path, name: str) -> str:
             entries = _entries(run / "metrics.jsonl", int(last[1]) if last else None)
     except UserError as fault:
         raise UserError(
-            f"push: no card can be made of this model: {fault}; put the file back, or put a {README} of your own into "
+            f"push: no card can be made of this model: {fault}; put the file back, or put a {CARD} of your own into "
             f"{directory}"
         ) from fault
     parts = [_title(name, config)]

@@ -7,8 +7,9 @@
               so an interrupted push can simply be repeated
 
 The published files are the model as Transformers reads it, with its adapter; of a checkpoint neither keyhole_state.json
-nor optimizer.safetensors, which only a run can use; nothing of run/. No local path is published: an adapter
-names the repository itself as its base.
+nor optimizer.safetensors, which only a run can use; nothing of run/, and nothing that a save would not write beside the
+weights (model/weights/small_files.py): no link is followed, no pickle or hidden file is sent. No local path is
+published: an adapter names the repository itself as its base.
 """
 
 import json
@@ -21,12 +22,12 @@ import keyhole
 from keyhole.checkpoint.state import OWN_FILES, STATE, Damaged, verify
 from keyhole.disk.files import read_small
 from keyhole.disk.json_text import json_text
-from keyhole.disk.weight_files import has_weights, is_pickled, stored_tensors
-from keyhole.errors import UserError
-from keyhole.hub.card import README, card, hub_id
-from keyhole.model.structure.source import check_directory, hub_answers
+from keyhole.disk.weight_files import INDEX, has_weights, is_pickled, stored_tensors, stored_weights
+from keyhole.errors import UserError, listed
+from keyhole.hub.card import card, hub_id
+from keyhole.model.structure.source import OF_ADAPTER, check_directory, hub_answers
+from keyhole.model.weights.small_files import CARD, CONFIG, is_link, list_files
 
-FOLDERS = ("adapter", "additional_chat_templates")
 ADAPTER, MOST_BYTES = "adapter/adapter_config.json", 2**20
 STALE = re.compile(r"(model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin)")
 REFUSALS = {
@@ -42,19 +43,22 @@ def check_id(name: str, key: str = "hub_model_id") -> None:
         raise UserError(f"{key}: {name!r} is no name of a model on the hub; it looks like you/model, or model")
 
 
-def files_of(directory: str | Path) -> dict[str, Path]:
-    """The published files, by their names in the repository, without the card."""
+def files_of(directory: str | Path) -> tuple[dict[str, Path], list[str]]:
+    """The published files, by their names in the repository, without the card; and a line about what is left out."""
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(
             f"push: {directory} is not a directory here; give the output_dir of a run, or a checkpoint in it"
         )
     check_directory(directory)
-    found = {path.name: path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")}
-    found = {name: path for name, path in found.items() if name not in OWN_FILES and name != README}
-    for folder in FOLDERS:
-        found |= {f"{folder}/{path.name}": path for path in (directory / folder).glob("*") if path.is_file()}
-    if not any(name.endswith((".safetensors", ".bin")) and "/" not in name for name in found):
+    found, left = list_files(directory)
+    found.pop(CARD, None)
+    own = (*stored_weights(directory), INDEX, *(f"adapter/{name}" for name in OF_ADAPTER))
+    found |= {name: directory / name for name in own if (directory / name).is_file()}
+    for path in (directory / CONFIG, directory / CARD, *found.values()):
+        if is_link(path, directory) or (path.parent.name == "adapter" and path.parent.is_symlink()):
+            raise UserError(f"push: {path} is a link, and none is followed; put the file itself there")
+    if not stored_weights(directory):
         why = "has its run ended?"
         if any((directory / name).is_file() for name in OWN_FILES):
             why = (
@@ -62,7 +66,7 @@ def files_of(directory: str | Path) -> dict[str, Path]:
                 "keyhole.load(DIR).save_pretrained(NEW) writes"
             )
         raise UserError(f"push: {directory} has no weights (model.safetensors); {why}")
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items())), [f"left out: {listed(left)}"] if left else []
 
 
 def check(directory: str | Path) -> None:
@@ -79,7 +83,7 @@ def check(directory: str | Path) -> None:
 
 def text_of_card(directory: Path, name: str) -> str:
     """The user's own card, or a generated one."""
-    own = directory / README
+    own = directory / CARD
     if own.exists():
         try:
             return read_small(own, MOST_BYTES).decode("utf-8")
@@ -107,7 +111,7 @@ def push(
     directory: str | Path, name: str, *, private: bool | None = None, say: Callable[[str], None] = lambda line: None
 ) -> str:
     """Publishes the model of a directory; returns the address of its page."""
-    place, files = Path(directory), files_of(directory)
+    place, (files, left) = Path(directory), files_of(directory)
     check(place)
     text_of_card(place, name)  # a card that cannot be made is known before the repository is
     name = prepare(name, private)
@@ -116,14 +120,14 @@ def push(
 
     api = HfApi()
     total = sum(path.stat().st_size for path in files.values())
-    say(f"pushing {len(files) + 1} files, {total / 2**30:.2f} GiB, to {name}")
+    say(f"pushing {len(files) + 1} files, {total / 2**30:.2f} GiB, to {name}{'; '.join(['', *left])}")
     with _asking(name):
         there = api.list_repo_files(name)
         stale = [file for file in there if STALE.fullmatch(file) and file not in files]
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
             CommitOperationAdd(file, sent) for file, sent in contents.items()
         ]
-        operations += [CommitOperationAdd(README, text_of_card(place, name).encode())]
+        operations += [CommitOperationAdd(CARD, text_of_card(place, name).encode())]
         operations += [CommitOperationDelete(file) for file in stale]
         api.create_commit(name, operations, commit_message=f"Model trained with keyhole {keyhole.__version__}")
     return f"{api.endpoint}/{name}"

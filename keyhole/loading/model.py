@@ -34,7 +34,7 @@ from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.source import has_adapter
 from keyhole.model.weights.read import fill_from, fill_random
-from keyhole.model.weights.save import no_progress_bars
+from keyhole.model.weights.small_files import SmallFiles, no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.engine import EngineOptions
 from keyhole.ops.autocast import with_gradients
@@ -121,13 +121,15 @@ def load(
         options = EngineOptions(slot_count=slot_count, overlap=overlap, reuse_slots=reuse_slots, chaos=chaos)
         engine = make_engine(ready, device, work, ranks, options)
         _move_buffers(module, device)
+        tokenizer, at = found.read_tokenizer() if tokenizer is None else tokenizer, found.directory
         loaded = Model(
             module,
             layout,
             engine,
             formats,
-            tokenizer=found.read_tokenizer() if tokenizer is None else tokenizer,
+            tokenizer=tokenizer,
             source=found.name,
+            published=None if at is None else SmallFiles.read(at, tokenizer, found.weights if is_read else None),
             placed=placed,
             graphs=graphs,
             reverse_graphs=reverse_graphs,

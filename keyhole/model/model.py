@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
 import torch
 from torch import nn
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, warn
 from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.settings import Changes
 from keyhole.model.attached import Attached, AttachedMethods
@@ -56,6 +56,8 @@ from keyhole.weak import weakly
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from keyhole.model.weights.small_files import SmallFiles
+
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
 Scores = tuple[torch.Tensor, torch.Tensor]  # of each row
 
@@ -73,6 +75,7 @@ class Model:
         *,
         tokenizer: Any = None,
         source: str | None = None,
+        published: "SmallFiles | None" = None,
         placed: Placed | None = None,
         graphs: bool = True,
         reverse_graphs: bool = True,
@@ -86,6 +89,7 @@ class Model:
         self.device = engine.device
         self.config: PretrainedConfig = module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
+        self.published = published  # what its directory holds beside the weights
         self.drawn = False  # some weights were initialised at random: a new head, or all of them
         self.drawn_head: list[FlatTensor] = []  # those of a new head
         self.ranks = ranks or Ranks()
@@ -338,14 +342,16 @@ class Model:
             elif self.ranks.is_leader:
                 yield tensor.name, 0, self.home(tensor)
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """Writes an ordinary HF directory: safetensors, config, tokenizer."""
+    def save_pretrained(self, path: str | Path, tokenizer: Any = None) -> None:
+        """Writes an ordinary HF directory: safetensors, and the files that were published beside the weights.
+        tokenizer: one that was changed since; None takes the model's."""
         from keyhole.model.weights.save import save_model
 
         if not isinstance(path, str | Path) or not str(path):
             raise UserError(f"save_pretrained: found {path!r}, expected the path of a directory ('.' is this one)")
         self.apply_deferred()
-        save_model(self, Path(path))
+        for line in save_model(self, Path(path), tokenizer=tokenizer):
+            warn(line)
 
     def close(self) -> None:
         """Restores the process settings (machine/settings.py) and the module, and releases page-locked

@@ -136,6 +136,7 @@ def lead(
         data.report,
         ranks.describe(model.device),
         plan_lines(config, run.first, run.schedule, data.train.steps_per_epoch),
+        writer.lines if config.save_model else [],
         describe(config, writer),
         notes,
         [str(parts.waiting)],

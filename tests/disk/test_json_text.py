@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from keyhole.compare.file import read_comparison
 from keyhole.compare.result import Result, read_result, write_result
 from keyhole.compare.table import Cell, to_json
-from keyhole.disk.json_text import check_result_file, json_text
+from keyhole.disk.json_text import ABSENT, check_result_file, edited, json_text
 from keyhole.disk.json_text import write_result as write_file
 from keyhole.errors import UserError
 from keyhole.pages.frame import page
@@ -108,3 +108,27 @@ def test_a_file_that_is_no_earlier_result_is_not_replaced(tmp_path: Path) -> Non
     for text in ("", earlier, json.dumps({"results": {}}, indent=1), page("Runs", [])):
         (tmp_path / "r").write_text(text)
         check_result_file("--json", tmp_path / "r")
+
+
+OBJECTS = st.dictionaries(st.text(max_size=3), VALUES, max_size=4)
+
+
+@given(OBJECTS, st.text(max_size=3), VALUES | st.just(ABSENT), st.sampled_from([None, 0, 2, "\t"]), st.booleans())
+def test_a_key_is_edited_and_nothing_else(found: Any, key: str, value: Any, indent: Any, ascii: bool) -> None:
+    """Whatever the style of the text: the other members stay to the character, in their order, also one level down."""
+    text = json.dumps(found, indent=indent, ensure_ascii=ascii) + "\n"
+    wanted = {name: each for name, each in found.items() if value is not ABSENT or name != key}
+    wanted |= {} if value is ABSENT else {key: value}
+    now = edited(text, [key], value)
+    assert repr(json.loads(now)) == repr(json.loads(json.dumps(wanted)))
+    assert all(json.dumps(name, ensure_ascii=ascii) in now for name in wanted if name != key)
+    within = edited(json.dumps({"a": 1, "in": found, "z": 2}, indent=indent), ["in", key], value)
+    assert repr(json.loads(within)) == repr(json.loads(json.dumps({"a": 1, "in": wanted, "z": 2})))
+
+
+def test_an_edit_keeps_the_style_of_a_text() -> None:
+    text = '{\r\n    "a" :1,\r\n    "ü": [2.50],\r\n    "c": {"d": null}\r\n}\r\n'
+    assert edited(text, ["a"], 7) == text.replace(":1", ":7")
+    assert edited(text, ["c", "d"], "ö") == text.replace("null", '"ö"')
+    assert edited(text, ["ü"], ABSENT) == text.replace('    "ü": [2.50],\r\n', "")
+    assert edited(text, ["e"], [1]) == text.replace("}\r\n}", '},\r\n    "e": [\r\n      1\r\n    ]\r\n}')

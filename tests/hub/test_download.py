@@ -69,11 +69,12 @@ def test_files_are_fetched_once_and_used_without_a_network(hub: Hub, tmp_path: P
     with HF_HUB_OFFLINE nothing is asked."""
     repo = hub.add("owner/tiny", assets.MODEL)
     junk = ("original/model.safetensors", "consolidated.safetensors", "pytorch_model.bin", "onnx/config.json", "a.gguf")
-    repo.files |= dict.fromkeys(junk, b"not to be fetched")
+    small = {"LICENSE": b"free", "README.md": b"# Tiny", "1_Pooling/config.json": b"{}"}
+    repo.files |= dict.fromkeys(junk, b"not to be fetched") | small | {"modules.json": b'[{"path": "1_Pooling"}]'}
     directory = Path(fetch(hub, "owner/tiny", tmp_path))
     found = {str(p.relative_to(directory)) for p in directory.rglob("*") if not p.is_dir()}
-    assert found == {path.name for path in assets.MODEL.iterdir()}
-    assert all((directory / name).read_bytes() == (assets.MODEL / name).read_bytes() for name in found)
+    assert found == {path.name for path in assets.MODEL.iterdir()} | small.keys() | {"modules.json"}
+    assert all((directory / name).read_bytes() == repo.files[name] for name in found)
     hub.asked.clear()
     assert Path(fetch(hub, "owner/tiny", tmp_path)) == directory
     assert weights_asked(hub) == []

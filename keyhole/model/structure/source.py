@@ -27,20 +27,25 @@ tokenizer knows special tokens only, that file is damaged or of another kind, an
 import difflib
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from keyhole.disk.files import read_small
 from keyhole.disk.json_text import LIMIT_BYTES, read_json
 from keyhole.errors import UserError, listed
 from keyhole.machine.text import counted
 
 TOKENIZER_FILES = ("token*", "vocab*", "merges.txt", "*.model", "tekken.json")
-WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES]
+KEPT_PATTERNS = ["*.md", "*.py", "LICENSE*", "NOTICE*"]  # by a saved model
+WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES, *KEPT_PATTERNS]
 PICKLED_PATTERNS = ["pytorch_model*.bin"]
-NOT_READ = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*.safetensors"]  # never downloaded
+# Never downloaded
+NOT_READ = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "*/*.md", "*/*.py", "consolidated*.safetensors"]
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # of peft
 OF_ADAPTER = (*ADAPTER_FILES, "adapter_config.json")
 CLASSIFIER = "ForSequenceClassification"
@@ -159,9 +164,24 @@ def find_directory(model: str | Path) -> Path:
             )
             if any(directory.glob("*.safetensors")):
                 break
+        if folders := module_folders(directory):
+            snapshot_download(
+                str(model),
+                allow_patterns=[f"{each}/*" for each in folders],
+                ignore_patterns="*.bin",
+                local_files_only=local,
+            )
     except Exception as error:  # no network, no such model, no access, disk full: they have no common type
         raise _not_had(model, error) from error
     return directory
+
+
+def module_folders(directory: Path) -> set[str]:
+    """The folders of the other modules of a sentence-transformers model."""
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # there is none, or it is damaged
+        paths = [str(each["path"]) for each in json.loads(read_small(directory / "modules.json", 2**20))]
+        return {path for path in paths if re.fullmatch(r"\w+", path)}
+    return set()
 
 
 def _not_had(model: str | Path, error: Exception) -> UserError:
@@ -239,6 +259,7 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
         merges: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
         if dropout := getattr(merges, "dropout", None):  # would make other tokens of a text every time
             merges.dropout, tokenizer.keyhole_dropout = None, dropout
+        vars(tokenizer).get("init_kwargs", {}).pop("local_files_only", None)  # of this call: a save would publish it
         tokenizer("a")  # settings of the wrong type fail at the first text, half characters at the first save
         json.dumps(getattr(tokenizer, "init_kwargs", ""), ensure_ascii=False, default=str).encode()
     except UserError:

@@ -25,15 +25,14 @@ copied: that takes no time, and no disk space.
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from keyhole.disk.files import flush, flush_all, staged
@@ -41,28 +40,29 @@ from keyhole.disk.tensors import SHARD_BYTES, Files, Ranges, Spec, create, fill,
 from keyhole.disk.weight_files import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
 from keyhole.model.model import Model
-from keyhole.model.structure.config_files import make_writable
+from keyhole.model.structure.config_files import make_writable, setting
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.structure.source import OF_ADAPTER
 from keyhole.model.weights.format import PACKED
+from keyhole.model.weights.small_files import CONFIG, GENERATION, TEMPLATE, no_progress_bars, written
 
-CONFIG = "config.json"
 
-
-def save_model(model: Model, path: Path, merged: bool = True) -> None:
+def save_model(model: Model, path: Path, merged: bool = True, tokenizer: Any = None) -> list[str]:
     """model is a keyhole Model; its weights are at their homes (methods flush before they save). merged: as in
-    Model.named_tensors. NonFinite if one of them is NaN or infinity, or if they are of two steps: old files stay."""
+    Model.named_tensors; tokenizer: None takes the model's. Returns lines about the files beside the weights. NonFinite
+    if a weight is NaN or infinity, or if they are of two steps: old files stay."""
     model.methods.check_whole()
     in_the_way = next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None)
     if in_the_way is not None:
         raise UserError(f"{in_the_way} is a file, so the model is not saved to {path}; choose a directory")
     with _staged_for(path) as temporary:
         try:
-            write_files(model, temporary, merged)
+            lines = write_files(model, temporary, merged, tokenizer)
         except NonFinite as error:
             raise NonFinite(f"{error}, so the model is not saved to {path}") from error
         flush_all(temporary)
         move_into_place(temporary, path)
+    return lines
 
 
 def _staged_for(path: Path) -> AbstractContextManager[Path]:
@@ -70,25 +70,27 @@ def _staged_for(path: Path) -> AbstractContextManager[Path]:
     return staged(path, "model") if path.is_dir() else staged(path.parent, path.name)
 
 
-def write_files(model: Model, path: Path, merged: bool = True) -> None:
-    """Writes the files themselves: weights, config, generation config, tokenizer. NonFinite: some are written."""
-    names = names_on_disk(model)
+def write_files(model: Model, path: Path, merged: bool = True, tokenizer: Any = None) -> list[str]:
+    """Writes the files themselves: weights, and those beside them (small_files.py), about which it returns lines.
+    NonFinite: some are written."""
+    names, (contents, lines) = names_on_disk(model), small_files(model, tokenizer)
     tensors = chain(finite(model.named_tensors(merged)), saved_buffers(model.module).items())
     if names is None:
-        make_writable(getattr(model.module, "generation_config", None))
+        make_writable(setting(model.module, "generation_config"))
         with torch.no_grad(), no_progress_bars():
             model.module.save_pretrained(path, state_dict=dict(tensors), max_shard_size=SHARD_BYTES)
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(path)
+        for file in {file.name for file in path.iterdir()} - stored_weights(path) - {INDEX}:
+            (path / file).unlink()
     else:
-        write_contents(path, small_files(model))
         files = plan_files(model, names)
         create(files, path)
         for name, tensor in tensors:
             if name in names:
                 fill(path, files.places[names[name]], tensor)
+    write_contents(path, contents)
     if model.methods.addon is not None:
         model.methods.addon.write_files(path)
+    return lines
 
 
 def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:
@@ -112,6 +114,7 @@ def move_into_place(temporary: Path, path: Path) -> None:
         return
     names = {file.relative_to(temporary).as_posix() for file in temporary.rglob("*") if not file.is_dir()}
     adapter = {f"adapter/{name}" for name in OF_ADAPTER if (path / "adapter" / name).is_file()}  # of the model before
+    adapter |= {name for name in (GENERATION, TEMPLATE) if (path / name).is_file()}
     stale, last = (stored_weights(path) | adapter) - names, [name for name in (INDEX, CONFIG) if name in names]
     for name in {INDEX, *last}:
         (path / name).unlink(missing_ok=True)
@@ -165,7 +168,7 @@ def write_parts(model: Model, path: Path | None) -> None:
     assert names is not None  # a sharded model without is refused above
 
     def make(path: Path) -> None:
-        write_contents(path, small_files(model))
+        write_contents(path, small_files(model)[0])
         if model.methods.addon is not None:
             model.methods.addon.write_files(path)
 
@@ -280,29 +283,10 @@ def plan_files(model: Model, names: dict[str, str]) -> Files:
     return lay_out(specs, limit_bytes=SHARD_BYTES)
 
 
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """A context in which Hugging Face shows no progress bars."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()
-
-
-@no_progress_bars()
-def small_files(model: Model) -> dict[str, bytes]:
-    """Everything but the weights, as Transformers writes it: relative name -> content."""
-    make_writable(getattr(model.module, "generation_config", None))
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place)
-        model.module.save_pretrained(path, state_dict={"nothing": torch.zeros(1)})
-        (path / "model.safetensors").unlink()
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(path)
-        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+def small_files(model: Model, tokenizer: Any = None) -> tuple[dict[str, bytes], list[str]]:
+    """The files beside the weights, and lines about them (small_files.py). tokenizer: None takes the model's."""
+    dtype, known = model.formats.saved if model.formats.packs else model.formats.plain, model.tokenizer
+    return written(model.published, model.module, dtype, known if tokenizer is None else tokenizer, known)
 
 
 def write_contents(path: Path, contents: dict[str, bytes]) -> None:
