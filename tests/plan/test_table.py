@@ -172,8 +172,8 @@ def test_a_refusal_names_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None
     for module in (advice, placement):
         monkeypatch.setattr(module, "host_memory", lambda: memory)
     work = Workload("lomo", 4096, 2, METHODS["lomo"].settings(), length=1024)
-    with pytest.raises(UserError, match=r"gpu_memory: 2GiB is below the minimum.*(?s:.)*What would fit") as caught:
-        placement.place(llama_7b(), "stream", "2GiB", Wire(BF16), torch.device("cpu"), work)
+    with pytest.raises(UserError, match=r"gpu_memory: 2.4GiB is below the minimum.*(?s:.)*What would fit") as caught:
+        placement.place(llama_7b(), "stream", "2.4GiB", Wire(BF16), torch.device("cpu"), work)
     named = re.findall(r"^  (\S+=\S+)", str(caught.value), re.M)
     assert len(named) == 3 and "batch_size=2 gradient_accumulation_steps=4" in str(caught.value)
 
