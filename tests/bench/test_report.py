@@ -44,7 +44,8 @@ STEPS = [
     (case("textbook"), {"step_s": 8.0}),
     (case("resident"), {"step_s": 2.0, "own_products_s": 0.5, "parts": {"update_s": 1.0, "host_wait_s": 0.25}}),
     (case("streamed"), {"step_s": 4.0, **STREAMED}),
-    (case("streamed", gpu_memory="9GiB"), {"step_s": 2.2, "bytes_up": 2e9, "bytes_down": 2e9, "link": LINK}),
+    (case("streamed", gpu_memory="9GiB"), {"step_s": 2.2, "bytes_up": 9e10, "bytes_down": 2e9, "link": LINK}),
+    (case("streamed", gpu_memory="8GiB"), {"step_s": 5.0, "bytes_up": 4e9, "bytes_down": 1e11, "link": LINK}),
     (case("streamed", **SWITCHED), {"step_s": 3.0, "losses": [2.0, 1.75], **STREAMED, "link": None}),
     (case("streamed", wire="fp32", micro_batches=3, blocks=4), {"step_s": 6.0, "tokens": 1200, "bytes_up": 0.0}),
 ]

@@ -9,7 +9,6 @@ from keyhole.config.schema import TrainConfig
 from keyhole.methods import METHODS
 from keyhole.methods.settings import kinds
 from keyhole.methods.traits import Traits
-from tests.planned import check
 
 
 @pytest.mark.parametrize("row", METHODS.values(), ids=METHODS)
@@ -29,8 +28,3 @@ def test_a_config_without_values_gives_a_method_its_own_defaults(row: Traits) ->
     config = TrainConfig(model="m", method=row.name, output_dir="o")
     assert own_settings(config) == row.settings()
     assert {"activations", "compile", "rounding", "seed", "weight_decay", "adam_beta1"} <= RUN
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check(*METHODS)

@@ -13,7 +13,6 @@ from keyhole.methods.workload import Workload
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from tests.model.decoders import config
-from tests.planned import check
 
 
 def test_14_bytes_a_parameter_wherever_it_lives() -> None:
@@ -33,8 +32,3 @@ def test_too_little_memory_is_refused_before_loading(
     monkeypatch.setattr("keyhole.loading.model.fill_from", lambda *args: pytest.fail("weights were read"))
     with pytest.raises(UserError, match="adam-offload keeps 16 bytes per parameter.*missing"):
         keyhole.load(tiny_model, placement=placement, device="cpu", workload=Workload("adam-offload"))
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check("adam-offload")

@@ -10,7 +10,6 @@ from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import close, load, micro_batches, weights
 from tests.model.streaming import assert_trained_alike, streamed
-from tests.planned import check
 
 LR, REFRESH = 1e-3, 3
 
@@ -106,8 +105,3 @@ def test_a_tensor_that_is_trained_later_begins_as_in_a_new_run() -> None:
     for each in (opt, again):
         train(each, 1, first=4)
     assert all(torch.equal(tensor, weights(stopped)[key]) for key, tensor in weights(model).items())
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check("apollo-mini")

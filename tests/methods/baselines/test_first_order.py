@@ -15,7 +15,6 @@ from keyhole.methods import METHODS
 from keyhole.model.structure.find import find_blocks
 from tests.matrix import in_every_run
 from tests.model.decoders import NAMES, UNLIKE, batch, config
-from tests.planned import check
 
 
 def load(name: str = "llama", **options: Any) -> keyhole.Model:
@@ -98,8 +97,3 @@ def test_a_second_run_leaves_blocks_as_they_were() -> None:
     blocks[0].forward = wrapper = partial(blocks[0].forward)
     METHODS["galore"].load()(model, 1e-3, activations="block").step(batch())
     assert blocks[0].forward is wrapper and "forward" not in vars(blocks[1])
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check("adamw", "sgd", "galore")

@@ -10,7 +10,6 @@ from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, rate, torch_sgd, train, weights
 from tests.model.decoders import batch, config
-from tests.planned import check
 
 
 @in_every_run(lambda name: name not in ("opt", "gpt_neox"))
@@ -110,8 +109,3 @@ def test_gpu_follows_cpu() -> None:
         train(LOMO(model), 5, 2)
     found = weights(models[1])
     assert all(close(found[key].cpu(), tensor, 1e-4) for key, tensor in weights(models[0]).items())
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check("lomo", "adalomo", "lomo-lora")

@@ -13,7 +13,6 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.lora.method import LoRA
 from tests.model.decoders import LAYERS, batch, config
-from tests.planned import check
 
 peft = pytest.importorskip("peft")
 
@@ -196,8 +195,3 @@ def test_a_method_that_cannot_be_made_leaves_no_adapters(cls: Any, placement: st
     found = [cls(each, lr=1e-2) for each in (model, load(placement=placement))]
     losses = [[float(method.step(batch(seed=step))) for step in (0, 1)] for method in found]
     assert losses[0] == losses[1]
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check("lora")

@@ -20,7 +20,6 @@ from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan.fit import Costs, fit
 from tests.model.decoders import config
-from tests.planned import check
 
 MEASURED = [("gpu", 22.69), ("cpu", 14.03)]  # GiB handed out at most, Llama-7B on an H200, bf16, 4 x 1024, d = 2048
 
@@ -85,8 +84,3 @@ def test_what_is_chosen_fits_and_nothing_more_would(numels: list[int], left: int
         for unit in numbers.of:
             one_by_one |= {unit} if bytes_of(one_by_one | {unit}) <= left else set()
         assert chosen == one_by_one
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check("lsp")

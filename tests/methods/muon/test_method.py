@@ -16,7 +16,6 @@ from keyhole.methods.muon.traits import MuonConfig
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import close, load, micro_batches, weights
 from tests.model.streaming import assert_trained_alike, streamed
-from tests.planned import check
 
 LR = 1e-3
 
@@ -136,8 +135,3 @@ def test_streamed_equals_resident_on_a_gpu(clip: float | None) -> None:
     models = (load(device="cuda", dtype="bfloat16", placement=place) for place in ("resident", "stream"))
     make = partial(Muon, lr=LR, max_grad_norm=clip)
     assert_trained_alike(models, make, [micro_batches(t, 2) for t in range(4)])
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check("muon")

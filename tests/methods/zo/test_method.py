@@ -10,7 +10,6 @@ import keyhole
 from keyhole.errors import UserError
 from tests.methods.zo.loops import EPS, load, train
 from tests.model.decoders import batch
-from tests.planned import check
 
 
 def test_it_learns() -> None:
@@ -55,8 +54,3 @@ def test_a_second_method_finds_the_memory_of_the_first_free(wire: str | None) ->
     second = keyhole.ZO(model, 1e-3)
     gc.collect()
     assert torch._C._storage_Use_Count(memory._cdata) == 1 and second.directions.copies
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check("zo")
