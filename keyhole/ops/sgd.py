@@ -268,7 +268,7 @@ def sgd_update_(
 
 
 def sum_squares_(
-    grad: torch.Tensor, out: torch.Tensor, scale: Scalar = None, bad: Scalar = None, *, offset: int = 0
+    grad: torch.Tensor, out: torch.Tensor, scale: Scalar = None, bad: Scalar = None, *, offset: int
 ) -> None:
     """out (float32 scalar) += the sum of (grad * scale)^2; the same bits as sgd_update_ adds at the same offset.
 

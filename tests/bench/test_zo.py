@@ -1,9 +1,8 @@
-"""`keyhole bench zo` on tiny shapes, with failures on the way; and its floors, from records with known numbers."""
+"""`keyhole bench zo` on tiny shapes, with failures on the way."""
 
 import gc
 import json
 import weakref
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import torch
 
 import keyhole
 from keyhole.bench.baselines import take_weights
-from keyhole.bench.cases import TABLES, Case, read_tables
+from keyhole.bench.cases import Case
 from keyhole.bench.process import Job, run_here
-from keyhole.bench.step_tables import Line
 from keyhole.bench.steps import load, measure_steps
 from keyhole.cli import main
 
 CASES = ",".join(
     "6.7B-bf16-" + case for case in ("b1-resident", "b1-textbook", "b1-streamed*", "b4-resident", "b4-streamed")
 )
-STEP_S = {"textbook": 1.0, "resident": 0.4, "streamed": 0.5}
 
 
 def quick(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
@@ -103,28 +100,3 @@ def test_the_textbook_loop_has_no_weights_but_its_own() -> None:
     assert sum(home.untyped_storage().nbytes() for home in model.engine.homes) == 0
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     model.close()
-
-
-def record(case: Case, **changes: Any) -> dict[str, Any]:
-    found = {"kind": "case", "name": case.name, "case": asdict(case), "status": "ok", "step_s": STEP_S[case.system]}
-    found |= {"losses": [1.0, 2.0], "bytes_up": 24.5e9, "bytes_down": 24.5e9}
-    return found | {"link": {"up": 55.0, "down": 55.0, "duplex": 50.0}} | changes
-
-
-def test_the_floor_is_the_larger_of_compute_and_link() -> None:
-    """24.5 GB each way over 50 GB/s is 0.49 s, more than the 0.4 s of compute."""
-    case = Case("13B", "streamed")
-    found = {c.name: record(c) for c in read_tables(TABLES / "zo.yaml")["judged"].cases}
-    line = Line(case, found[case.name], found)
-    assert (line.compute_s, line.link_s, line.floor) == (0.4, 0.49, (0.49, "link"))
-    assert abs(line.to_floor - 0.5 / 0.49) < 1e-9 and line.to_textbook == 2.0 and line.same_losses
-    line = Line(case, record(case, bytes_up=1e9, bytes_down=1e9), found)
-    assert line.floor == (0.4, "compute")
-
-
-def test_the_link_is_shared_only_by_what_goes_both_ways() -> None:
-    """Many more bytes up than down take what up takes alone; as many, what they take at the duplex rate."""
-    case, link = Case("13B", "streamed"), {"up": 60.0, "down": 50.0, "duplex": 40.0}
-    for up_bytes, down_bytes, expected_s in ((9e9, 2e9, 0.15), (2e9, 7.5e9, 0.15), (4e9, 4e9, 0.1)):
-        found = record(case, bytes_up=up_bytes, bytes_down=down_bytes, link=link)
-        assert abs(Line(case, found, {}).link_s - expected_s) < 1e-9

@@ -1,6 +1,5 @@
 """keyhole config ls | cp | show."""
 
-from pathlib import Path
 from typing import Any
 
 from keyhole.cli import main
@@ -14,19 +13,6 @@ def test_ls_names_every_recipe_with_its_title(capsys: Any) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(recipes())
     assert all(len(line.split()) > 3 for line in lines)
-
-
-def test_cp_copies_byte_for_byte_and_never_over_a_file(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """A copy lands here, in a directory, or under a new name; an existing file stays as it was."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    for dest, made in ((None, "demo-zo.yaml"), ("folder", "folder/demo-zo.yaml"), ("mine.yaml", "mine.yaml")):
-        assert main(["config", "cp", "demo-zo", *([dest] if dest else [])]) == 0
-        assert Path(made).read_bytes() == recipes()["demo-zo"].read_bytes()
-    Path("mine.yaml").write_text("precious")
-    assert main(["config", "cp", "demo-zo", "mine.yaml"]) == 2
-    assert Path("mine.yaml").read_text() == "precious" and "exists" in capsys.readouterr().err
-    assert main(["config", "cp", "demo-zo", "no/such/folder.yaml"]) == 2
 
 
 def test_cp_of_an_unknown_recipe_suggests_one(capsys: Any) -> None:

@@ -71,3 +71,17 @@ def test_where_nothing_fits_no_row_is_blamed_that_nobody_asked_for(
     told = capsys.readouterr().out
     assert "nothing fits; the least GPU memory is that of method=" in told and "does not fit" not in told
     assert "step: 3 micro-batches, each 4 samples of 1,024 tokens" in told
+
+
+def test_words_are_flush_left_and_numbers_flush_right(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every cell begins, or ends, where its head does."""
+    assert main(["plan", str(directory), "--machine", "laptop", "--gpu", "3MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.split()[:2] == ["method", "placement"])
+    table = [line.ljust(200) for line in lines[head : lines.index(next(x for x in lines[head:] if "hours: " in x))]]
+    for name in ("method", "placement", "wire", "GPU GiB", "host GiB", "disk GiB", "s/step", "tok/s", "hours", "fits"):
+        begin = table[0].index(name)
+        end = begin + len(name)
+        words = name in ("method", "placement", "wire", "fits")
+        assert all(line[begin - 1 : begin].isspace() != line[begin].isspace() for line in table) or not words, name
+        assert all(line[end] == " " and line[end - 1] != " " for line in table) or words, name

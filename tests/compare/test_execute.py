@@ -5,6 +5,7 @@ import os
 import signal
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
         patch.setattr(execute, "free_memory", freed)
         assert run(write(root / "small.yaml"), root / "out") == 0
     return root / "out", counts
+
+
+@pytest.mark.parametrize(("chosen_by", "runs"), [("first-seed", 6 + 2 * 2), ("every-seed", 18)])
+def test_the_number_of_runs(chosen_by: str, runs: int) -> None:
+    """Two grids of three points and three seeds: all of them, or of the other seeds only those of the best point."""
+    groups: Any = 2 * [SimpleNamespace(points=range(3), trials=range(9))]
+    comparison: Any = SimpleNamespace(choose_by=chosen_by, seeds=range(3))
+    assert execute.number_of_runs(comparison, groups) == runs
 
 
 def test_the_best_settings_by_dev_are_taken_and_tested(undisturbed: tuple[Path, dict[str, int]]) -> None:

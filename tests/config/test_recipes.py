@@ -1,10 +1,12 @@
 """CONFIG and settings as typed: which word is a file, and settings that are the whole config."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keyhole.config.recipes import config_of_settings, split_words
+from keyhole.cli import main
+from keyhole.config.recipes import config_of_settings, recipes, split_words
 from keyhole.errors import UserError
 
 WORDS = [
@@ -42,3 +44,16 @@ def test_settings_alone_are_checked_like_a_file() -> None:
         config_of_settings(["model=demo"])
     words = ["model=demo", "method=zo", "train_data=demo", "output_dir=o", "max_steps=2", "zo.eps=0.5"]
     assert config_of_settings(words)[0].zo.eps == 0.5
+
+
+def test_cp_copies_byte_for_byte_and_never_over_a_file(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """A copy lands here, in a directory, or under a new name; an existing file stays as it was."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for dest, made in ((None, "demo-zo.yaml"), ("folder", "folder/demo-zo.yaml"), ("mine.yaml", "mine.yaml")):
+        assert main(["config", "cp", "demo-zo", *([dest] if dest else [])]) == 0
+        assert Path(made).read_bytes() == recipes()["demo-zo"].read_bytes()
+    Path("mine.yaml").write_text("precious")
+    assert main(["config", "cp", "demo-zo", "mine.yaml"]) == 2
+    assert Path("mine.yaml").read_text() == "precious" and "exists" in capsys.readouterr().err
+    assert main(["config", "cp", "demo-zo", "no/such/folder.yaml"]) == 2

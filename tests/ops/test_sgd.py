@@ -138,7 +138,7 @@ def test_sum_of_squares_alone_is_the_one_of_the_update(kernel_device: torch.devi
     assert sums[0] == sums[1] == sums[2] and bad == 0
     torch.testing.assert_close(sums[0].cpu(), 5 + (grad.cpu().double() * 0.37).square().sum().float())
     with force(choice):
-        sum_squares_(grad / 0, sums[0], None, bad)
+        sum_squares_(grad / 0, sums[0], None, bad, offset=0)
     assert bad == 1
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -84,3 +85,12 @@ def test_names_are_listed_in_the_order_of_the_curves_ends() -> None:
     ]
     svg = chart(lines, "t", "x", "y")
     assert re.findall(r"</span>([^<]*)</li>", svg) == ["b", "a"]
+
+
+def test_a_chart_to_the_pixel() -> None:
+    """Bands, dots, single points, faint values, a baseline and all ticks: tests/pages/chart.svg, an element a line."""
+    curve = noisy("a", 0, [float(i) for i in range(0, 64, 2)], [2.0 - (i % 7) / 3 - i / 40 for i in range(32)])
+    grid = Series("b", 1, [0.0, 25.0, 60.0], [1.0, 0.5, 0.25], [0.9, 0.5, 0.125], [1.25, 0.75, 0.5], dots=True)
+    one = Series("c & d", 2, [30.0], [1.5], [1.25], [1.75])
+    found = chart([curve, grid, one], "title", "step", "loss", baseline=1.875).replace("><", ">\n<") + "\n"
+    assert found == Path(__file__).with_name("chart.svg").read_text()

@@ -12,13 +12,11 @@ from benchmarks.plan_check import PARTS, RECORDS, recorded, summary
 from keyhole.bench.shapes import opt_config
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import waiting_bytes
-from keyhole.methods.adam_offload.traits import AdamOffloadConfig
-from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.seconds import profile, step_seconds, trust
+from keyhole.plan.seconds import profile, trust
 from keyhole.plan.table import Question, make_row, process_bytes
 
 MODULES: dict[str, Any] = {}
@@ -82,29 +80,6 @@ def work(method: str, **options: Any) -> Workload:
 ROOM = Room(Wire(BF16), 32 * 2**20, 130 * 2**30)
 
 
-def test_gradients_and_activations_of_a_baseline_are_not_added() -> None:
-    """SGD on few tokens: weights, gradients and one block. On many: weights, activations and logits. Several
-    micro-batches: all of it."""
-    few = METHODS["sgd"].planned_bytes(opt(), set(), replace(work("sgd"), tokens=64), ROOM)
-    assert few.during_a_step == few.gradients + few.block + few.workspace
-    many = METHODS["sgd"].planned_bytes(opt(), set(), work("sgd"), ROOM)
-    assert many.during_a_step == many.activations + many.logits + many.workspace
-    twice = METHODS["sgd"].planned_bytes(opt(), set(), replace(work("sgd"), passes=2), ROOM)
-    assert twice.total > many.total + 0.9 * many.gradients
-
-
-def test_baselines_recompute_nothing_unless_asked() -> None:
-    """Three products per matrix, and a forward pass of launches fewer; galore with activations=block recomputes every
-    block, after a pass that autograd does not record."""
-    kept, again = (
-        METHODS["galore"].planned_work(opt(), set(), work("galore", activations=how), ROOM, H200)
-        for how in ("none", "block")
-    )
-    plain = METHODS["sgd"].planned_work(opt(), set(), work("sgd"), ROOM, H200)
-    assert again.launches > kept.launches > plain.launches  # torch's update is a few kernels
-    assert plain.products == kept.products == pytest.approx(0.75 * again.products)
-
-
 def test_waiting_gradients_are_those_of_two_blocks() -> None:
     """However the blocks are cut; of large blocks less, but room for the largest gradient."""
     whole, cut = opt(), find_layout(build(opt_config("1.3B"), BF16), 2**24)
@@ -114,20 +89,6 @@ def test_waiting_gradients_are_those_of_two_blocks() -> None:
     assert waiting_bytes(large, 2) == 512 * 2**20 > 2 * max(t.shape.numel() for t in large.tensors if t.block == 0)
     planned = METHODS["adam-offload"].planned_bytes(whole, set(), work("adam-offload"), ROOM)
     assert planned.updates > waiting_bytes(whole, 2)
-
-
-def test_updates_that_nothing_hides_are_added_to_the_step() -> None:
-    """None of adam-offload's; of lsp the embedding's, if its moments are on the host."""
-
-    def seconds(method: str, own: Any) -> Any:
-        asked = METHODS[method].planned_work(opt(), set(), replace(work(method), settings=own), ROOM, H200)
-        return step_seconds(asked, H200, rows=4096, itemsize=2)
-
-    alone = seconds("adam-offload", AdamOffloadConfig(gpu_updates=False))
-    assert alone.exposed == 0 and alone.cpu > 0
-    on_gpu, on_cpu = (seconds("lsp", LSPConfig(optimizer_on=where)) for where in ("gpu", "cpu"))
-    table = sum(unit.numel for unit in opt().of_kind("table"))
-    assert on_gpu.exposed == 0 and on_cpu.exposed > table / (2 * H200.adam)
 
 
 def test_the_process_by_what_it_loads() -> None:

@@ -25,6 +25,7 @@ from keyhole.plan import advice, measure, placement
 from keyhole.plan.seconds import PROFILES, profile_of
 from keyhole.plan.table import PLACEMENTS, Question, plan_row, rows
 from tests.matrix import in_every_run
+from tests.planned import check
 
 BF16 = torch.bfloat16
 
@@ -175,11 +176,11 @@ def test_a_refusal_names_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None
     memory = replace(host_memory(), available_bytes=24 * GIB)
     for module in (advice, placement):
         monkeypatch.setattr(module, "host_memory", lambda: memory)
-    work = Workload("lomo", 4096, 1, METHODS["lomo"].settings(), length=1024)
-    with pytest.raises(UserError, match=r"gpu_memory: 2GiB is below the minimum.*(?s:.)*What would fit") as caught:
-        placement.place(llama_7b(), "stream", "2GiB", Wire(BF16), torch.device("cpu"), work)
+    work = Workload("lomo", 4096, 2, METHODS["lomo"].settings(), length=1024)
+    with pytest.raises(UserError, match=r"gpu_memory: 2.4GiB is below the minimum.*(?s:.)*What would fit") as caught:
+        placement.place(llama_7b(), "stream", "2.4GiB", Wire(BF16), torch.device("cpu"), work)
     named = re.findall(r"^  (\S+=\S+)", str(caught.value), re.M)
-    assert len(named) == 3 and any("batch_size=" in text for text in named)
+    assert len(named) == 3 and "batch_size=2 gradient_accumulation_steps=4" in str(caught.value)
 
 
 def test_rates_survive_a_round_trip_and_refuse_nonsense() -> None:
@@ -272,3 +273,8 @@ def test_what_a_run_would_be_refused_for_is_not_recommended() -> None:
     assert advice.recommended([fp8, replace(plain, fits=False)]) is fp8
     few = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",), steps=40))
     assert not any(row.refused for row in few)
+
+
+def test_every_number_of_the_plan() -> None:
+    """Those of tests/planned.txt."""
+    check()

@@ -81,12 +81,10 @@ REPLICAS = {
     "galore": Case("llama", keyhole.GaLore, 1e-3, WIDE | {"rank": 4, "update_proj_gap": 2}),
 }
 CASES = SHARDS | REPLICAS
-FIRST = (  # of every method resident and streamed, on two and four ranks, as far as there are cases
-    "lomo", "lomo, clipped", "lomo, tied, decay", "lomo, experts, decay", "adalomo",
-    "lomo-lora, clipped", "apollo-mini", "muon, clipped", "adam-offload", "adam-offload, tied, clipped", "lsp",
-    "lsp, on the host, clipped", "adamw, clipped", "sgd, tied", "lora, int4, dropout", "galore",
+BY_PROCESSES = (  # the others are run by threads alone (tests/test_methods.py)
+    "lomo", "lomo, clipped", "lomo, experts, decay", "adam-offload", "adam-offload, experts, two workers", "sgd, tied",
+    "lsp, on the host, clipped", "adamw, clipped",
 )  # fmt: skip
-PARTS = {"of every method": FIRST, "the others": tuple(name for name in CASES if name not in FIRST)}
 
 
 def results(case: Case, ranks: Ranks, device: str = "cpu") -> dict[str, Any]:

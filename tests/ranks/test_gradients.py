@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from keyhole.ranks import Ranks
-from tests.matrix import in_every_run
-from tests.ranks.cases import CASES, LOMO, OFFLOAD, PARTS, REPLICAS, SHARDS, results, write_memory, write_results
+from tests.ranks.cases import BY_PROCESSES, CASES, LOMO, OFFLOAD, REPLICAS, SHARDS, results, write_memory, write_results
 from tests.ranks.launch import Launch
 
 
@@ -43,27 +42,24 @@ def assert_same_numbers(case: str, ours: list[dict], alone: dict, close_to: floa
         assert len(set(kept)) == 1 and 0 < kept[0] <= alone["cut_bytes"] / size * 1.1 + 4096, (case, kept)
 
 
-@in_every_run(lambda cases: cases == "of every method")
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["of every method", "the others"])
-def test_ranks_are_one_process(cases: str, tmp_path: Path) -> None:
+def test_ranks_are_one_process(tmp_path: Path) -> None:
     """Four micro-batches of different sizes over two or four ranks, then one, which leaves ranks without work: losses,
     norms, counts and weights to 1e-6 in float32; at home in bfloat16 few are rounded the other way; the same bits from
     run to run. What ranks receive is what docs/ranks.md says; what they keep falls as 1 / N."""
     torch.set_num_threads(1)
     ours: dict[int, list[dict]] = {}
-    launches = {size: Launch(size, write_results, tmp_path, size, PARTS[cases]) for size in (2, 4)}
-    alone = {name: results(CASES[name], Ranks()) for name in PARTS[cases]}
+    launches = {size: Launch(size, write_results, tmp_path, size, BY_PROCESSES) for size in (2, 4)}
+    alone = {name: results(CASES[name], Ranks()) for name in BY_PROCESSES}
     for size, launch in launches.items():
         assert launch.end() == [0] * size, launch.printed
         ours[size] = [torch.load(tmp_path / f"{size} {rank}.pt") for rank in range(size)]
-    for name in PARTS[cases]:
+    for name in BY_PROCESSES:
         found = [rank[name] for rank in ours[CASES[name].size]]
         assert_same_numbers(name, found, alone[name])
         assert all(rank["same"] for rank in found), name
-    if "lomo" in alone:
-        received_as_told(ours[2][0], alone)
-        falls_with_ranks("host", *(ours[size][0]["memory"] for size in (2, 4)))
+    received_as_told(ours[2][0], alone)
+    falls_with_ranks("host", *(ours[size][0]["memory"] for size in (2, 4)))
 
 
 @pytest.mark.matrix  # a minute of both cores; what ranks keep of the weights is counted above

@@ -1,15 +1,11 @@
-"""One host copy of streamed weights per machine, and what all its ranks must have alike."""
+"""One host copy of streamed weights per machine."""
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-import keyhole
-from keyhole.errors import UserError
 from keyhole.ranks import Ranks
-from tests.model.decoders import config
 from tests.ranks.launch import Launch
 from tests.ranks.workers import SHARED, run_shared, shared_results
 
@@ -36,43 +32,3 @@ def test_ranks_that_share_homes_have_the_bits_of_one(tmp_path: Path) -> None:
     assert_shared(ours, alone)
     block_bytes = alone["dense"]["block_bytes"]
     assert sum(found["dense"]["pss_bytes"] for found in ours) <= 1.05 * block_bytes + 8192 and block_bytes > 100_000
-
-
-class Two(Ranks):
-    """Two ranks of a machine, of whom nothing is asked."""
-
-    size = local_size = 2
-    has_neighbours = True
-
-
-def test_ranks_that_would_stream_different_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share one copy of them."""
-    monkeypatch.setattr(Two, "objects", lambda self, x: [x, (self.machine, x[1], frozenset())])
-    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=8)}
-    with pytest.raises(UserError, match="gpu_memory: ranks 0 and 1 would stream different units"):
-        keyhole.load(config("llama"), ranks=Two(), **how)
-
-
-def test_machines_that_would_not_all_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is shared is changed by all ranks together, so all of them must have something to share; a rank alone on its
-    machine has."""
-    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=8)}
-    monkeypatch.setattr(Two, "size", 3)
-    monkeypatch.setattr(Two, "objects", lambda self, x: [x, ("0", *x[1:]), ("1", x[1], frozenset())])
-    with pytest.raises(UserError, match="ranks 0 and 2 would stream different units.*set gpu_memory"):
-        keyhole.load(config("llama"), ranks=Two(), **how)
-
-
-def test_ranks_that_shard_have_equally_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload takes all ranks: one with more slots than others would ask for it earlier than they do."""
-    monkeypatch.setattr(Two, "objects", lambda self, x: [x, x - 1 if isinstance(x, int) else x])
-    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("lomo", tokens=8)}
-    assert keyhole.load(config("llama"), ranks=Two(), slot_count=4, **how).engine.slot_count == 3
-
-
-def test_ranks_that_would_cut_other_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They exchange them whole."""
-    monkeypatch.setattr(Two, "objects", lambda self, x: [x, (x[0], x[1][:-1], x[2]) if isinstance(x, tuple) else x])
-    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("lomo", tokens=8)}
-    with pytest.raises(UserError, match="gpu_memory: ranks would cut the model into different units"):
-        keyhole.load(config("llama"), ranks=Two(), **how)

@@ -12,13 +12,12 @@ from keyhole.data.tasks.question import Question
 from keyhole.eval.generate import generate_answers
 from keyhole.eval.rows import score_rows
 from keyhole.methods.zo import update
-from keyhole.methods.zo.traits import DEFAULTS
 from keyhole.model.structure import find
 from keyhole.model.structure.find import STACK_NUMEL
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
 from keyhole.training.validation import evaluate
-from tests.model.decoders import TWELVE, batch, config
+from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
 STEPS, LR = 2, 1e-3
@@ -29,41 +28,19 @@ def micro_batches(step: int, count: int = 3) -> list[dict[str, torch.Tensor]]:
     return [batch(rows=1 + i % 2, length=8 + i, seed=10 * step + i) for i in range(count)]
 
 
-KINDS = ("opt", "gpt2", "qwen2", "mixtral")
-ZO_CASES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
-    "of every kind": {name: (name, {}) for name in KINDS}
-    | {name: ("llama", {"estimator": name, "directions": min(2, DEFAULTS[name].directions)}) for name in DEFAULTS},
-    "the others": {name: (name, {}) for name in TWELVE if name not in KINDS},
-}
-
-
-def zo_results(ranks: Ranks, sizes: tuple[int, ...], part: str) -> dict[str, Any]:
-    """Losses and weights after two steps of zo, of a part of the cases: resident in one process, streamed on several
-    ranks, in single matrices through a poisoned slot, with write-backs every second step. sizes: cases go to launches
-    of so many ranks in turn; one process has all."""
-    found: dict[str, Any] = {}
-    turns = {size: place for place, size in enumerate(sizes)}
-    for number, (case, (name, settings)) in enumerate(ZO_CASES[part].items()):
-        if ranks.several and number % len(sizes) != turns[ranks.size]:
-            continue
-        model = keyhole.load(config(name), init="random", device="cpu", dtype="float32")
-        if ranks.several:
-            model = streamed(model, max_unit_numel=1, slot_count=1, chaos=random.Random(ranks.rank))
-            model.ranks = ranks
-        method = keyhole.ZO(model, **{"lr": LR} | settings, write_back_every=2 if ranks.several else None)
-        losses = [method.step(micro_batches(step, count=5)) for step in range(STEPS)]
-        method.flush()
-        found[case] = {"losses": torch.stack(losses), **{n: t.clone() for n, t in model.named_tensors()}}
-        model.close()
+def zo_results(ranks: Ranks, name: str, **settings: Any) -> dict[str, torch.Tensor]:
+    """Losses and weights after two steps of zo: resident in one process, streamed on several ranks, in single matrices
+    through a poisoned slot, with write-backs every second step."""
+    model = keyhole.load(config(name), init="random", device="cpu", dtype="float32")
+    if ranks.several:
+        model = streamed(model, max_unit_numel=1, slot_count=1, chaos=random.Random(ranks.rank))
+        model.ranks = ranks
+    method = keyhole.ZO(model, LR, **settings, write_back_every=2 if ranks.several else None)
+    losses = [method.step(micro_batches(step, count=5)) for step in range(STEPS)]
+    method.flush()
+    found = {"losses": torch.stack(losses), **{n: t.clone() for n, t in model.named_tensors()}}
+    model.close()
     return found
-
-
-def write_zo_results(directory: Path, sizes: tuple[int, ...], part: str) -> int:
-    """A rank's part of zo_results, in a file of its own."""
-    torch.set_num_threads(1)
-    with joined() as ranks:
-        torch.save(zo_results(ranks, sizes, part), directory / f"{ranks.size} {ranks.rank}.pt")
-    return 0
 
 
 SHARED: dict[str, dict[str, Any]] = {"dense": {}, "low rank": {"rank": 2, "refresh": 2}, "packed": {}, "experts": {}}
@@ -137,10 +114,3 @@ def evaluation_results(ranks: Ranks, directory: str) -> dict[str, Any]:
         found[method] = {"nll": nll_R, "count": count_R, "answers": answers, "held out": held_out}
         model.close()
     return found
-
-
-def write_evaluation(path: Path, directory: str) -> int:
-    torch.set_num_threads(1)
-    with joined() as ranks:
-        torch.save(evaluation_results(ranks, directory), path / f"{ranks.rank}.pt")
-    return 0

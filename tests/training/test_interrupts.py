@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import keyhole.cli
 from keyhole.checkpoint import journal
@@ -16,11 +18,30 @@ from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.training import loop as trainer
 from keyhole.training import saving, signals
+from keyhole.training.run import END_OF_TORCHRUN, ORPHANED, Command, Run
 from keyhole.training.signals import Interrupts
 from keyhole.training.start import train
 from tests.matrix import in_every_run
 from tests.training.children import Child
 from tests.training.runs import Make, losses, same, weights
+
+
+@pytest.mark.parametrize(
+    ("orphaned", "number", "asked"),
+    [
+        (True, 0, [END_OF_TORCHRUN]),
+        (False, ORPHANED, [f"{END_OF_TORCHRUN} on rank 1"]),
+        (False, 15, ["SIGTERM on rank 1"]),
+        (False, 0, []),
+    ],
+)
+def test_the_end_of_torchrun_is_a_signal(orphaned: bool, number: int, asked: list[str]) -> None:
+    """The leader asks its run to stop when it or another rank is an orphan, or has got a signal."""
+    heard: list[str] = []
+    ranks = SimpleNamespace(several=True, orphaned=orphaned, gather=lambda x: torch.tensor([[1, 2, 0], [1, 2, number]]))
+    run: Any = SimpleNamespace(model=SimpleNamespace(ranks=ranks), interrupts=SimpleNamespace(ask=heard.append))
+    Run.call(run, next(iter(Command)))
+    assert heard == asked
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

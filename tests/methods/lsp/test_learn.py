@@ -111,3 +111,16 @@ def test_padding_changes_no_subspace(padding: str) -> None:
     for found, padded in (spans, trained):
         for name, values in found.items():
             assert (values - padded[name]).norm() <= 1e-3 * values.norm(), name
+
+
+@pytest.mark.parametrize("generation", [1, 2, 5])
+def test_positions_of_projectors_are_drawn_again(generation: int) -> None:
+    """A checkpoint has the numbers of projectors; the positions are those of the generation they were drawn in."""
+    target = matrices(LSP(load("llama"), 1e-3, d=16, r=4, kind="free"))[0]
+    state = {f"{target.name}/generation": torch.tensor(generation)}
+    drawn = target.draw(torch.device("cpu"), generation - 1)
+    state |= {f"{target.name}/{side}": p.values_Rr * 2 for side, p in zip("pq", drawn, strict=True)}
+    target.restore(state, torch.device("cpu"))
+    for new, old in zip(target.pair, drawn, strict=True):
+        assert torch.equal(new.dense_Rd(), 2 * old.dense_Rd())
+    assert target.generation == generation

@@ -4,13 +4,17 @@ first trained weight, which run once for all looks."""
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import keyhole
 from keyhole.methods.zo.low_rank import layers
-from keyhole.model.forward.low_rank import Share, _alike
+from keyhole.model.forward.low_rank import Added, Share, _alike
+from keyhole.model.forward.low_rank import product as layer_product
 from keyhole.model.structure.reach import freeze
 from keyhole.ops.backend import TRITON_MISSING
 from keyhole.ops.lowrank import product
@@ -26,6 +30,22 @@ LOW = {"rank": 2, "refresh": 3}
 def all_rows(factors: object, ordinary: Callable, *args: object, **kwargs: object) -> object:
     """The forward of a block that runs with the rows of all looks."""
     return ordinary(*args, **kwargs)
+
+
+def test_row_tiles_are_the_product() -> None:
+    """Of a layer whose rows are computed a few at a time; also beside factors that all looks share, and stored as
+    [I, O]."""
+    w, x, numbers = torch.randn(7, 5), torch.randn(4, 3, 5), torch.Generator().manual_seed(0)
+    v, b, bias = torch.randn(2, 5, generator=numbers), torch.randn(2, 2, 7, generator=numbers), torch.randn(2, 7)
+    a, earlier = torch.randn(3, 7, generator=numbers), torch.randn(3, 5, generator=numbers)
+    added = Added(v, b, bias, (a, earlier))
+    x_LMI = x.view(2, -1, 5)
+    expected = x_LMI @ w.t() + (x_LMI @ v.t()) @ b + bias[:, None] + (x_LMI @ earlier.t()) @ a
+    tiles: Any = SimpleNamespace(rows=[(0, 3), (3, 7)], weight=lambda i: w[:3] if i == 0 else w[3:])
+    stored = SimpleNamespace(weight=w.t().contiguous())
+    found = [layer_product(x, SimpleNamespace(weight=w), added), layer_product(x, None, added, tiles)]
+    for y in (*found, layer_product(x, stored, replace(added, transposed=True))):
+        torch.testing.assert_close(y, expected.view(4, 3, 7))
 
 
 ALIBI = ("bloom",)  # an argument by row and head

@@ -15,6 +15,7 @@ from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan.fit import UNIT_BYTES
 from tests.matrix import in_every_run
+from tests.planned import check
 
 MEASURED = [  # GiB reserved by a step on an H200, bf16, 2048 tokens a row: model, blocks, rows, streamed, peak
     ("1.3B", None, 1, True, 1.189),  # launched as graphs
@@ -56,3 +57,8 @@ def test_175b_in_4_gib(blocks: int) -> None:
     room = Room(Wire(torch.bfloat16, None), 32 * MIB)
     assert device_bytes(layout, away, Workload(), room).total < 3.3 * GIB
     assert all(unit.numel == 12288**2 for unit in layout.of_kind("block") if unit.rows)
+
+
+def test_every_number_of_the_plan() -> None:
+    """Those of tests/planned.txt."""
+    check("zo")

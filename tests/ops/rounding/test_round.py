@@ -5,6 +5,7 @@ import torch
 
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.rounding.round import round_nearest, round_stochastic, stochastic_round_reference
+from keyhole.ops.rounding.store import ALL_ROUNDINGS, Store
 
 HALVES = [torch.bfloat16, torch.float16]
 EVERY_DRAW = torch.arange(1 << 16, dtype=torch.int32)
@@ -90,3 +91,9 @@ def test_kernel_keeps_nan(kernel_device: torch.device, dtype: torch.dtype) -> No
         made = [torch.empty(1 << 16, dtype=dtype, device=kernel_device) for _ in range(2)]
         _round_kernel[(64,)](x, EVERY_DRAW.to(kernel_device), *made, BLOCK=1024, enable_fp_fusion=False)
         assert made[0].isnan().all()
+
+
+@pytest.mark.parametrize("rounding", ALL_ROUNDINGS)
+def test_only_stochastic_rounding_to_16_bits_draws(rounding: str) -> None:
+    needs = {dtype: Store(rounding).is_stochastic(dtype) for dtype in (*HALVES, torch.float32)}
+    assert needs == {dtype: rounding == "stochastic" and dtype != torch.float32 for dtype in needs}

@@ -9,6 +9,7 @@ import torch
 
 from keyhole.ops import ZOStep, draw_noise, zo_flat_
 from keyhole.ops.backend import force
+from keyhole.ops.noise.words import WIDTH
 from keyhole.ops.rounding.bits import chunk_bits_reference
 from keyhole.ops.rounding.round import stochastic_round_reference
 from tests.matrix import in_every_run
@@ -174,3 +175,15 @@ def test_steps_may_be_on_the_device(kernel_device: torch.device, case: tuple, ch
                 zo_flat_(w, *(outputs if perturbs else (None, None)), how)
                 made.append([w, *outputs])
             assert all(map(torch.equal, *made))
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_every_edge_of_the_vectors_of_a_tile(kernel_device: torch.device, part: int, more: int) -> None:
+    """Spans that begin and end with one of a tile's four vectors, or one element beside."""
+    settings, offset = (torch.float32, 1, "rademacher", "stochastic", 0.1), (8 + part) * WIDTH + more
+    for n in (WIDTH, 2 * WIDTH - more):
+        w = weights(n, torch.bfloat16)
+        with force("kernel"):
+            made = step(w.to(kernel_device), *settings, offset, fused=True)
+        assert_same_bits(made, step(w, *settings, offset, fused=True))

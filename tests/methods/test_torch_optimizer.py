@@ -13,7 +13,7 @@ from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import load, micro_batches, weights
-from tests.methods.own_loop.schedulers import SCHEDULERS
+from tests.methods.schedulers import SCHEDULERS
 
 
 @in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "adamw"))

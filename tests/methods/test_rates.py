@@ -12,7 +12,7 @@ from keyhole.methods import METHODS
 from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import load, micro_batches, weights
-from tests.methods.own_loop.schedulers import SCHEDULERS
+from tests.methods.schedulers import SCHEDULERS
 
 
 @in_every_run(lambda name, kind: kind == next(iter(SCHEDULERS)) or name in ("zo", "lomo", "adamw"))
