@@ -39,7 +39,7 @@ from jinja2.visitor import NodeTransformer
 from keyhole.data.opened import Row
 from keyhole.data.tokenizer import Tokenizer, bos_ids, special_tokens
 from keyhole.data.turns import FLAGS, OWN_VARIABLES, REASONING, Turn, call_as
-from keyhole.data.worker import bounded, why
+from keyhole.machine.worker import bounded, why
 from keyhole.errors import UserError, printable
 
 MOST_TEXT = 2**25

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.data import worker
+from keyhole.machine import worker
 from tests.hostile.conftest import MANY, Place
 from tests.hostile.values import ESCAPE, odd, places_of, with_value, write_json
 

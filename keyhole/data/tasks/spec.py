@@ -64,7 +64,7 @@ from jinja2.visitor import NodeTransformer
 from keyhole.data.chat_template import Sandbox, written
 from keyhole.data.examples import no_text
 from keyhole.data.opened import Row
-from keyhole.data.worker import bounded, why
+from keyhole.machine.worker import bounded, why
 from keyhole.errors import UserError, listed, printable
 
 RESULT, SHOWN = "result", "shown"
