@@ -66,7 +66,7 @@ def is_foreign(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def as_user_error(said: str) -> Iterator[None]:
-    """Whatever is raised about what the user gave, by a library too, becomes a UserError. said: how its message begins."""
+    """Whatever is raised about what the user gave, by a library too, becomes a UserError. said: how it begins."""
     try:
         yield
     except BaseException as error:

@@ -92,7 +92,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     where["adapter"] = header.first == 0  # a checkpoint's factors are part of the method's state
     if header.config.get("head") is not None:  # missing weights of a head are initialised with the run's seed
         labels = header.loader.get("labels", [])
-        where |= {"head": header.config["head"], "num_labels": len(labels), "seed": header.config.get("seed")}
+        where |= {"head": header.config["head"], "num_labels": len(labels), "seed": header.config["seed"]}
     model = load(source, **where)
     try:
         method = method_of(header, model)
@@ -108,7 +108,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         if "chat_template" in header.loader:
             model.tokenizer.chat_template = header.loader["chat_template"]
         if "labels" in header.loader:
-            name_labels(model.config, header.loader["labels"], header.loader.get("pad_token_id"))
+            name_labels(model.config, header.loader["labels"], header.loader["pad_token_id"])
         try:
             model.save_pretrained(out)
         except OSError as error:

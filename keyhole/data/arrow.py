@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from keyhole.data.opened import MOST_ROW_BYTES, Record, check_header
 from keyhole.disk.json_text import read_json
-from keyhole.errors import UserError
+from keyhole.errors import UserError, as_user_error
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -38,10 +38,8 @@ def read_saved(folder: Path) -> Iterator[Record]:
     """The rows of a directory that `save_to_disk` of `datasets` wrote: of its split "train", if it has several."""
     inside = folder / "train" if os.path.exists(folder / "dataset_dict.json") else folder
     state = read_json(inside / "state.json", str(folder))
-    try:
+    with as_user_error(f"{inside}: state.json does not say which files hold the rows"):
         files = [inside / Path(each["filename"]).name for each in state["_data_files"]]
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{inside}: state.json does not say which files hold the rows ({error!r})") from None
     if state.get("_indices_data_files"):
         raise UserError(f"{inside}: an old version of `datasets` left indices beside the rows; save it again with it")
     for record in _records(files, folder, "Arrow", _of_stream):
@@ -63,9 +61,7 @@ def _of_stream(path: Path) -> "Iterator[RecordBatch]":
     with pyarrow.OSFile(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
         check_header(path, batches.schema.names)
         yield from batches
-        whole = file.tell() == file.size()
-        file.seek(max(0, file.size() - len(END)))
-        if not whole or file.read() != END:
+        if file.tell() != file.size() or file.read_at(len(END), file.size() - len(END)) != END:
             raise ValueError("it has no end, or goes on behind it")
 
 
@@ -88,7 +84,8 @@ def _records(files: list[Path], name: Path, kind: str, batches_of: Batches) -> I
                         f"{name}: its rows hold more than {most:,} characters, {ROWS_GROWTH} times the file: no text "
                         "can be compressed like that; write it without repetition"
                     )
-                for number, row in enumerate(rows, number + 1):
+                for row in rows:
+                    number += 1
                     yield Record(str(name), "row", number, {name: nested(value) for name, value in row.items()})
     except (UserError, MemoryError):
         raise

@@ -263,18 +263,16 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at the exact row; refuses data that differ from those of the saved state."""
         with as_user_error("resume: what the checkpoint says of its data cannot be used"):
-            then, before = state["rows"], {key: state[key] for key in ("fingerprint", "seed", "stratified")}
-            position = int(state["epoch"]), int(state["offset"])
-        if before["fingerprint"] != self.fingerprint:
-            raise UserError(
-                f"resume: the training data are not those of the checkpoint ({then} rows then, {len(self.dataset):,} now, "
-                "or other tokens); restore train_data or task, the tokenizer, chat_template and the settings of the "
-                "data, or start anew in another output_dir"
-            )
-        for key, now in (("seed", self.seed), ("stratified", self.stratified)):
-            if before[key] != now:
-                raise UserError(f"resume: {key}={now}, but the checkpoint's is {before[key]}; set it back")
-        self.position, self._last = position, []
+            if state["fingerprint"] != self.fingerprint:
+                raise UserError(
+                    f"resume: the training data are not those of the checkpoint ({state['rows']:,} rows then, "
+                    f"{len(self.dataset):,} now, or other tokens); restore train_data or task, the "
+                    "tokenizer, chat_template and the settings of the data, or start anew in another output_dir"
+                )
+            for key, now in (("seed", self.seed), ("stratified", self.stratified)):
+                if (before := state[key]) != now:
+                    raise UserError(f"resume: {key}={now}, but the checkpoint's is {before}; set it back")
+            self.position, self._last = (int(state["epoch"]), int(state["offset"])), []
 
     def report(self, asked: int | str | None, stratify: bool | str) -> list[str]:
         """The share of padding in an epoch, and the classes. asked, stratify: the settings."""

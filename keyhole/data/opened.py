@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from keyhole.errors import UserError, listed
 from keyhole.machine.worker import streamed
@@ -23,6 +23,7 @@ TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 SUFFIXES = (*TABLES, *PLAIN)
 MOST_ROW_BYTES = 2**24
 
+Read = TypeVar("Read")
 Row = dict[str, Any]  # by column: whatever a file may hold
 
 
@@ -57,11 +58,15 @@ def is_packed(path: Path) -> bool:
     return path.suffix.lower() in (".gz", ".parquet")
 
 
-def apart(reader: Callable[[Path], Iterator[Record]], path: Path) -> Iterator[Record]:
+def apart(reader: Callable[[Path], Iterator[Read]], path: Path) -> Iterator[Read]:
     """The rows of a file or directory, read by another process; what crashes it, or takes far more than the file is
     large, is a UserError."""
-    room = sum(each.stat().st_size for each in (path, *path.rglob("*.arrow")) if each.is_file())
-    return streamed(reader, path, f"{path}: the file is damaged, or made to harm: reading it", room)
+    return streamed(
+        reader,
+        path,
+        f"{path}: the file is damaged, or made to harm: reading it",
+        room=sum(each.stat().st_size for each in (path, *path.rglob("*.arrow")) if each.is_file()),
+    )
 
 
 @contextmanager

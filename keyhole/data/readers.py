@@ -8,9 +8,9 @@ Text formats may be compressed (.jsonl.gz). opened.py opens a file within bounds
 with its place in the file, so that every later error can name it. JSONL counts lines, CSV and Parquet count rows from 1
 without the header.
 
-A packed file may hold a thousand times its bytes, and pyarrow (arrow.py) ends its process over a damaged one. So both
-are read in another process, with limits of time and memory that grow with the file (machine/worker.py), and what crashes
-there is a message here. It works while this process tokenises.
+A packed file may hold a thousand times its bytes, and pyarrow (arrow.py) may end its process over a damaged one. So
+both are read by another process, with limits of time and memory that grow with the file (machine/worker.py), and what
+crashes there is a message here. It reads on while this process tokenises.
 
 A plain text file is one *document*, because line breaks do not say where a text begins: in a book they end lines, in a
 list they end texts. A line that is only `<|endoftext|>` separates documents. A document is longer than a sample. It is

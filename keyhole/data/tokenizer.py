@@ -27,7 +27,7 @@ def dropout_lines(tokenizer: Tokenizer) -> list[str]:
 
 
 def tokenized(tokenizer: Tokenizer, *texts: Any, **how: Any) -> Any:
-    """tokenizer(*texts, **how). A pattern of its tokenizer.json may give up on a text, which is a panic of the library."""
+    """tokenizer(*texts, **how). A pattern of tokenizer.json may give up on a text: the library panics."""
     with as_user_error("model: the tokenizer gives up on a text; is a pattern in its tokenizer.json at fault?"):
         return tokenizer(*texts, **how)
 

@@ -79,7 +79,7 @@ def _borrowed(place: Callable[[], str], room: int = 0) -> Iterator[Worker]:
     except (EOFError, ConnectionError, MemoryError) as error:
         ended = None if isinstance(error, MemoryError) else worker.process.wait()
         worker.close()
-        took = {None: f"{_memory(room) / 2**30:.3g} GiB of memory", -signal.SIGXCPU: f"{_seconds(room)} s"}
+        took = {-signal.SIGXCPU: f"{_limits(room)[0]} s", None: f"{_limits(room)[1] / 2**30:.3g} GiB of memory"}
         why = f"takes more than {took[ended]}" if ended in took else "ended its process"
         raise UserError(f"{place()} {why}, so it was stopped") from None
     except BaseException as error:
@@ -95,12 +95,9 @@ def bounded(function: Callable[[Item], Result], items: Sequence[Item], place: Ca
     """[function(item) for item in items], computed by the process. function: can be pickled, and raises UserError.
     place: the words of an error for an item that took too much."""
     done: list[Result] = []
-    if not items:
-        return done
-    with _borrowed(lambda: place(items[len(done)])) as worker:
-        for start in range(0, len(items), AT_ONCE):
-            batch = items[start : start + AT_ONCE]
-            worker.pipe.send((function, batch, _seconds(), _memory(), None))
+    for start in range(0, len(items), AT_ONCE):
+        with _borrowed(lambda: place(items[len(done)])) as worker:
+            worker.pipe.send((function, batch := items[start : start + AT_ONCE], *_limits(), None))
             for _ in batch:
                 done.append(worker.receive())
     return done
@@ -110,17 +107,14 @@ def streamed(function: Callable[[Item], Iterator[Result]], item: Item, place: st
     """What function(item) yields, in the process, which works in this one's directory. room: bytes of the file that it
     reads."""
     with _borrowed(lambda: place, room) as worker:
-        worker.pipe.send((function, [item], _seconds(room), _memory(room), os.getcwd()))
+        worker.pipe.send((function, [item], *_limits(room), os.getcwd()))
         while rows := worker.receive():
             yield from rows
 
 
-def _seconds(room: int = 0) -> int:
-    return SECONDS + room // 2**20
-
-
-def _memory(room: int = 0) -> int:
-    return MEMORY_BYTES + GROWTH * room
+def _limits(room: int = 0) -> tuple[int, int]:
+    """Seconds, bytes."""
+    return SECONDS + room // 2**20, MEMORY_BYTES + GROWTH * room
 
 
 @atexit.register
@@ -133,8 +127,10 @@ def serve(descriptor: int) -> None:
     """The process itself: answers until the pipe closes. After an error the rest of a batch is left."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pipe: Connection = Connection(descriptor)
+    endless = resource.getrlimit(resource.RLIMIT_CPU)[1]
     try:
         while True:
+            resource.setrlimit(resource.RLIMIT_CPU, (endless, endless))  # what comes next may be in a module to import
             function, items, seconds, memory_bytes, directory = pipe.recv()
             held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             _limit(resource.RLIMIT_AS, held_bytes + memory_bytes)

@@ -79,9 +79,7 @@ class Encoder:
 
     def prompts(self, questions: list[Question]) -> list[list[int]]:
         """Only the prompts, for generated answers; a long prompt loses its beginning."""
-        made = tokenized(
-            self.tokenizer, [self._prompt(q) for q in questions], add_special_tokens=False, verbose=False
-        )
+        made = tokenized(self.tokenizer, [self._prompt(q) for q in questions], add_special_tokens=False, verbose=False)
         found = []
         for question, ids in zip(questions, made["input_ids"], strict=True):
             before = self._before(question, ids)

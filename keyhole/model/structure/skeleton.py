@@ -60,13 +60,12 @@ def read_config(
     gives each text one of num_labels labels (1: a number), whatever the files were made for."""
     from transformers import AutoConfig, PretrainedConfig
 
-    name = type(model).__name__ if isinstance(model, PretrainedConfig) else model
     if not isinstance(model, PretrainedConfig):
         check_directory(model)
         path = Path(model)
         check_config_file(path / "config.json" if path.is_dir() else find_file(model, "config.json"))
     # values of the wrong type, keys of another version: the type of the error depends on the family
-    with as_user_error(f"model: the config of {name} cannot be read"):
+    with as_user_error(f"model: the config of {model!s:.300} cannot be read"):
         if not isinstance(model, PretrainedConfig):
             how = {"trust_remote_code": trust_remote_code, "local_files_only": is_local(model)}
             model = AutoConfig.from_pretrained(model, **how)
@@ -116,6 +115,8 @@ def check_model(config: "PretrainedConfig") -> "PretrainedConfig":
                 "MPNet, or a causal language model"
             )
         return config
+    if isinstance(config.get_text_config(), dict | list | str):
+        raise UserError("model: its config.json has a text_config, which this family does not have; remove the key")
     if config.is_encoder_decoder:
         why = "it has an encoder and a decoder (is_encoder_decoder is true in its config)"
     elif key := _looks_ahead(config.get_text_config()):
