@@ -147,8 +147,7 @@ def test_a_config_that_asks_for_too_much_is_refused(place: Place, name: str) -> 
 def test_a_dropout_that_is_no_share_is_not_trained(place: Place, share: float) -> None:
     path = place.model / "config.json"
     write_json(path, json.loads(path.read_text()) | {"attention_dropout": share})
-    said = place.refused("train", str(place.config), "method=lomo")
-    assert "attention_dropout is" in said and "a share from 0 to 1" in said
+    assert "attention_dropout is" in place.refused("train", str(place.config), "method=lomo")
 
 
 SPLIT = {"type": "Split", "pattern": {"Regex": "(b+)+$"}, "behavior": "Isolated", "invert": False}
@@ -231,13 +230,10 @@ def test_odd_tensors_in_a_bin_are_refused(place: Place, kind: str) -> None:
     changed = NOT_PLAIN.get(kind, torch.clone)(tensors[NAME])
     torch.save(tensors | {5 if kind == "int key" else NAME: changed}, path)
     if kind == "compressed":
-        with (
-            zipfile.ZipFile(path) as plain,
-            zipfile.ZipFile(place.root / "packed", "w", zipfile.ZIP_DEFLATED) as packed,
-        ):
-            for name in plain.namelist():
-                packed.writestr(name, plain.read(name))
-        (place.root / "packed").rename(path)
+        with zipfile.ZipFile(path) as plain:
+            records = {name: plain.read(name) for name in plain.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+            _ = [packed.writestr(name, content) for name, content in records.items()]
     says = {"int key": "no table of tensors by name", "compressed": "records of its archive are compressed"}
     assert says.get(kind, f"{NAME} is no plain tensor") in place.refused("train", str(place.config), "--dry-run")
 

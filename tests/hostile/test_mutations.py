@@ -122,16 +122,14 @@ def test_what_happens_in_the_process_is_a_message(
 
 
 def test_small_files_that_take_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty lines by the hundred million, a value of gigabytes, a pattern that matches without end, 100,000 merges."""
+    """Empty lines by the hundred million, a pattern that matches without end, 100,000 merges."""
     monkeypatch.setattr(worker, "SECONDS", 1)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**22) * 64)
-    (tmp_path / "b.json.gz").write_bytes(gzip.compress(b" " * 2**22) * 1024)
     for link in ("one", "two"):
         (tmp_path / link).symlink_to(tmp_path)
-    for name, says in {"a.jsonl.gz": "1 s", "b.json.gz": "(2.* GiB|1 s)", "**/*.csv": "1 s"}.items():
-        with pytest.raises(UserError, match=f"takes more than {says}"):
+    for name in ("a.jsonl.gz", "**/*.csv"):
+        with pytest.raises(UserError, match="takes more than 1 s, so it was stopped"):
             list(sources.read(str(tmp_path / name)))
-    merges = tmp_path / "a.yaml"
-    merges.write_text("a: &a {b: 1}\nzo:\n" + "  <<: *a\n" * 100_000)
+    (tmp_path / "a.yaml").write_text("a: &a {b: 1}\nzo:\n" + "  <<: *a\n" * 100_000)
     with pytest.raises(UserError, match="it has more than 262,144 bytes"):
-        load_config(merges)
+        load_config(tmp_path / "a.yaml")
