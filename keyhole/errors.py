@@ -13,7 +13,7 @@ Python API names the caller's line, however deep in keyhole it was found (`warn`
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 MOST_CHARACTERS = 10_000
@@ -56,6 +56,23 @@ class UserError(ValueError):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(message))
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Whether a library raised it: any Exception but ours, and a panic of Rust, which is none."""
+    is_exception = isinstance(error, Exception) and not isinstance(error, UserError)
+    return is_exception or type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def as_user_error(said: str) -> Iterator[None]:
+    """Whatever is raised about what the user gave, by a library too, becomes a UserError. said: how it begins."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_foreign(error):
+            raise
+        raise UserError(f"{said}: {str(error).strip() or type(error).__name__}") from error
 
 
 class NonFinite(UserError):

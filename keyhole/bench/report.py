@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.bench.cases import Table
-from keyhole.disk.files import write_text
+from keyhole.disk.files import write_text, writing_to
 from keyhole.disk.json_text import json_text
 from keyhole.machine.text import markdown
 
@@ -60,11 +60,12 @@ class Report:
             self.machine |= record
         else:
             self.records.append(record)
-        self.out.mkdir(parents=True, exist_ok=True)
-        json_path, markdown_path = self.paths
         found = self.about | {"machine": self.machine, "records": self.records}
-        write_text(json_path, json_text(found, indent=1) + "\n")
-        write_text(markdown_path, self.markdown())
+        with writing_to(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+            json_path, markdown_path = self.paths
+            write_text(json_path, json_text(found, indent=1) + "\n")
+            write_text(markdown_path, self.markdown())
 
     @property
     def paths(self) -> tuple[Path, Path]:

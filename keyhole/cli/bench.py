@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from keyhole.cli.arguments import note
+from keyhole.disk.files import try_place, writing_to
 from keyhole.errors import UserError
 
 app = typer.Typer(
@@ -14,7 +16,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Out = Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")]
+Out = Annotated[str, typer.Option("--output-dir", "--out", metavar="DIR", help="Where JSON and Markdown go.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")]
 TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start nothing after this.")]
@@ -33,6 +35,16 @@ TABLES = {  # what a verb shows, by the file of its cases
 
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def _announced(output_dir: str, words: list[str]) -> Path:
+    """The directory of the results, once it is known that they can be written: measuring takes hours."""
+    if any(word.partition("=")[0] == "--out" for word in words):
+        note("--out is --output-dir now; the old name is still read")
+    with writing_to(path := Path(output_dir)):
+        try_place(path)
+    note(f"results go to {path}/")
+    return path
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -54,7 +66,7 @@ def tables(
     table: Annotated[
         str | None, typer.Option(metavar="FILE", help="Your own YAML instead of keyhole/bench/tables/*.yaml.")
     ] = None,
-    out: Out = "benchmarks/records",
+    output_dir: Out = "bench-out",
     quick: Quick = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5,
     warm_up: Annotated[int | None, typer.Option(min=1, help="Steps before those.")] = None,
@@ -62,6 +74,7 @@ def tables(
     device: Device = None,
 ) -> None:
     """The cases of the table that has the verb's name."""
+    out = _announced(output_dir, context.obj)
     from keyhole.bench.process import make_job
     from keyhole.bench.run import bench_tables
 
@@ -70,7 +83,7 @@ def tables(
     report = bench_tables(
         shipped,
         job,
-        out=Path(out),
+        out=out,
         command=shlex.join(["keyhole", *context.obj]),
         file=Path(table) if table else None,
         words=_words(cases) or (["judged"] if shipped == ZEROTH and not table else ["all"]),
@@ -101,7 +114,7 @@ def lsp_bias(
     calibration: Annotated[int, typer.Option(min=1, help="Gradients that projectors are fitted to.")] = 4,
     held_out: Annotated[int, typer.Option(min=1, help="Others that they are measured on.")] = 8,
     matrices: Annotated[int, typer.Option(min=0, help="Matrices, spread over the blocks; 0: all of them.")] = 16,
-    out: Out = "benchmarks/records",
+    output_dir: Out = "bench-out",
     quick: Quick = False,
     time_limit: TimeLimit = None,
     device: Device = None,
@@ -110,13 +123,14 @@ def lsp_bias(
 
     On any model and data, beside GaLore.
     """
+    out = _announced(output_dir, context.obj)
     from keyhole.bench.bias import Sampling, bench_bias
     from keyhole.loading import choose_device
 
     where = {"batch": batch, "length": length, "matrices": matrices}
     report = bench_bias(
         Sampling(model, data, **where, calibration=calibration, held_out=held_out, device=choose_device(device).type),
-        out=Path(out),
+        out=out,
         command=shlex.join(["keyhole", *context.obj]),
         sizes=(_numbers("--d", d), _numbers("--r", r)),
         kinds=tuple(_words(kinds)),

@@ -26,7 +26,7 @@ from keyhole.methods import METHODS
 
 STR_TAG = "tag:yaml.org,2002:str"
 COMMAND_LINE = "command line"
-LIMIT_BYTES = 2**22
+LIMIT_BYTES = 2**18  # a hundred long configs; PyYAML reads 100 KB per second
 
 
 @dataclass(frozen=True)

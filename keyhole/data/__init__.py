@@ -8,9 +8,8 @@ batches        batches in a resumable order, padded to a few widths
 
 prepare, run                 from a source to a Dataset, kept for the next run; the data of a run
 settings, preview            the settings of data; samples as readable text
-opened, readers              a file, opened within bounds; its rows
+opened, readers, arrow       a file, opened within bounds; its rows
 turns                        what a turn of a chat may contain
-worker                       a process with a limit of time and memory, for programs that are not ours
 chat_template, answers       Jinja; a chat as text, and the positions of its answers
 tokenizer, dataset           what is asked of a tokenizer; samples in memory
 capacity                     the limits of a model

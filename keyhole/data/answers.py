@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from keyhole.data.chat_template import ChatTemplate, Given, Rendering, Span, Turns
 from keyhole.data.turns import READ, REASONING, Turn, is_trained, reasoning, words
-from keyhole.data.worker import why
 from keyhole.errors import UserError, printable
+from keyhole.machine.worker import why
 
 NO_WORDS = (*READ, *REASONING, "id", "name", "tool_call_id")  # keys of turns whose texts nobody says
 

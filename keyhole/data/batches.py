@@ -43,7 +43,7 @@ import torch
 
 from keyhole.data.dataset import IGNORED, Dataset, Sample
 from keyhole.data.examples import AUTO
-from keyhole.errors import UserError
+from keyhole.errors import UserError, as_user_error
 
 LONG, WIDTHS, STEP = 1024, 8, 8
 
@@ -262,16 +262,17 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at the exact row; refuses data that differ from those of the saved state."""
-        if state["fingerprint"] != self.fingerprint:
-            raise UserError(
-                f"resume: the training data are not those of the checkpoint ({state['rows']:,} rows then, "
-                f"{len(self.dataset):,} now, or other tokens); restore train_data or task, the "
-                "tokenizer, chat_template and the settings of the data, or start anew in another output_dir"
-            )
-        for key, now in (("seed", self.seed), ("stratified", self.stratified)):
-            if (before := state[key]) != now:
-                raise UserError(f"resume: {key}={now}, but the checkpoint's is {before}; set it back")
-        self.position, self._last = (int(state["epoch"]), int(state["offset"])), []
+        with as_user_error("resume: what the checkpoint says of its data cannot be used"):
+            if state["fingerprint"] != self.fingerprint:
+                raise UserError(
+                    f"resume: the training data are not those of the checkpoint ({state['rows']:,} rows then, "
+                    f"{len(self.dataset):,} now, or other tokens); restore train_data or task, the "
+                    "tokenizer, chat_template and the settings of the data, or start anew in another output_dir"
+                )
+            for key, now in (("seed", self.seed), ("stratified", self.stratified)):
+                if (before := state[key]) != now:
+                    raise UserError(f"resume: {key}={now}, but the checkpoint's is {before}; set it back")
+            self.position, self._last = (int(state["epoch"]), int(state["offset"])), []
 
     def report(self, asked: int | str | None, stratify: bool | str) -> list[str]:
         """The share of padding in an epoch, and the classes. asked, stratify: the settings."""

@@ -39,8 +39,8 @@ from jinja2.visitor import NodeTransformer
 from keyhole.data.opened import Row
 from keyhole.data.tokenizer import Tokenizer, bos_ids, special_tokens
 from keyhole.data.turns import FLAGS, OWN_VARIABLES, REASONING, Turn, call_as
-from keyhole.data.worker import bounded, why
 from keyhole.errors import UserError, printable
+from keyhole.machine.worker import bounded, why
 
 MOST_TEXT = 2**25
 FOLLOW = "follow the loops"  # a filter that no template can name

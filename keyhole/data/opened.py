@@ -9,19 +9,21 @@ import gzip
 import io
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
 
 from keyhole.errors import UserError, listed
+from keyhole.machine.worker import streamed
 
 PLAIN = (".txt", ".text", ".md")
 TABLES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 SUFFIXES = (*TABLES, *PLAIN)
 MOST_ROW_BYTES = 2**24
 
+Read = TypeVar("Read")
 Row = dict[str, Any]  # by column: whatever a file may hold
 
 
@@ -49,6 +51,22 @@ def kind_of(path: Path) -> str:
     packed = path.suffix.lower() == ".gz"
     suffix = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""
+
+
+def is_packed(path: Path) -> bool:
+    """Whether the file may hold far more than its bytes, or crash the library that reads it."""
+    return path.suffix.lower() in (".gz", ".parquet")
+
+
+def apart(reader: Callable[[Path], Iterator[Read]], path: Path) -> Iterator[Read]:
+    """The rows of a file or directory, read by another process; what crashes it, or takes far more than the file is
+    large, is a UserError."""
+    return streamed(
+        reader,
+        path,
+        f"{path}: the file is damaged, or made to harm: reading it",
+        room=sum(each.stat().st_size for each in (path, *path.rglob("*.arrow")) if each.is_file()),
+    )
 
 
 @contextmanager

@@ -4,9 +4,13 @@
     .json              a list of objects, or JSONL              .parquet      columns
     .txt .text .md     documents
 
-Text formats may be compressed (.jsonl.gz). opened.py opens a file within bounds. Rows are
-yielded one at a time, each with its place in the file, so that every later error can name it. JSONL counts lines, CSV
-and Parquet count rows from 1 without the header.
+Text formats may be compressed (.jsonl.gz). opened.py opens a file within bounds. Rows are yielded one at a time, each
+with its place in the file, so that every later error can name it. JSONL counts lines, CSV and Parquet count rows from 1
+without the header.
+
+A packed file may hold a thousand times its bytes, and pyarrow (arrow.py) may end its process over a damaged one. So
+both are read by another process, with limits of time and memory that grow with the file (machine/worker.py), and what
+crashes there is a message here. It reads on while this process tokenises.
 
 A plain text file is one *document*, because line breaks do not say where a text begins: in a book they end lines, in a
 list they end texts. A line that is only `<|endoftext|>` separates documents. A document is longer than a sample. It is
@@ -32,13 +36,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from keyhole.data.arrow import read_parquet
 from keyhole.data.opened import (
     MOST_ROW_BYTES,
     PLAIN,
     SUFFIXES,
     Record,
+    apart,
     bounded_lines,
     check_header,
+    is_packed,
     kind_of,
     open_text,
     told,
@@ -50,7 +57,6 @@ LOOKED_AT = 2**24  # characters of a file that decide whether it is quoted
 MOST_JSON_BYTES = 2**31
 SEPARATOR = "<|endoftext|>"
 PIECE_CHARACTERS = 2**20
-ROWS_AT_ONCE, ROWS_GROWTH = 64, 100  # of Parquet: rows in memory, and characters for a byte of the file
 
 Rows = Iterator[tuple[int, list[str]]]
 
@@ -135,14 +141,17 @@ def _is_whole(cell: str) -> bool:
 
 
 def read_file(path: Path) -> Iterator[Record]:
-    """The rows of one local file."""
-    readers = {".json": _json, ".parquet": read_parquet, **dict.fromkeys(PLAIN, read_documents)}
-    readers |= {".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".tsv": _csv}
-    if (kind := kind_of(path)) not in readers:
+    """The rows of one local file; of a packed or binary one by another process."""
+    return apart(rows_of, path) if is_packed(path) else rows_of(path)
+
+
+def rows_of(path: Path) -> Iterator[Record]:
+    """The same, in this process."""
+    if kind_of(path) not in READERS:
         known = ", ".join(SUFFIXES)
         raise UserError(f"{path}: unknown kind of file {path.suffix!r}; expected one of {known} (text also with .gz)")
     with told(path):
-        yield from readers[kind](path)
+        yield from READERS[kind_of(path)](path)
 
 
 class _Twice(ValueError):
@@ -196,7 +205,7 @@ def load_json(path: Path) -> Any:
     if (size := path.stat().st_size) > MOST_JSON_BYTES:
         raise UserError(f"{path}: {size:,} bytes in one JSON value; write it as JSONL, an object per line")
     with open_text(path) as file:
-        text = file.read(MOST_JSON_BYTES)
+        text = file.read()
     try:
         return _load(text.rstrip(), path, None) if text.strip() else None
     except UserError as error:
@@ -251,41 +260,7 @@ def read_documents(path: Path) -> Iterator[Record]:
                 size += len(line)
 
 
-def read_parquet(path: Path) -> Iterator[Record]:
-    """The rows of a Parquet file."""
-    try:
-        import pyarrow.parquet as parquet
-        from pyarrow import ArrowException
-    except ImportError:
-        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
-    number = total = 0
-    most = max(MOST_ROW_BYTES, ROWS_GROWTH * path.stat().st_size)
-    try:
-        with parquet.ParquetFile(path) as file:
-            check_header(path, file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-                rows = batch.to_pylist()
-                total += sum(len(value) for row in rows for value in row.values() if isinstance(value, str))
-                if total > most:
-                    raise UserError(
-                        f"{path}: its rows hold more than {most:,} characters, {ROWS_GROWTH} times the file: no text "
-                        "can be compressed like that; write it without repetition"
-                    )
-                for row in rows:
-                    number += 1
-                    yield Record(str(path), "row", number, {name: nested(value) for name, value in row.items()})
-    except (ArrowException, ValueError, OverflowError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: not a readable Parquet file (after row {number}): {error}") from None
-
-
-def nested(value: object) -> object:
-    """The value without nested keys that are null; a map, which Arrow gives as a list of pairs, as an object."""
-    if isinstance(value, list) and value and all(type(x) is tuple and len(x) == 2 and type(x[0]) is str for x in value):
-        if len(found := dict(value)) != len(value):
-            raise ValueError("a map has the same key twice")
-        value = found
-    if isinstance(value, dict):
-        return {key: nested(item) for key, item in value.items() if item is not None}
-    return [nested(item) for item in value] if isinstance(value, list) else value
+READERS = {
+    ".json": _json, ".parquet": read_parquet, **dict.fromkeys(PLAIN, read_documents),
+    ".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".tsv": _csv,
+}  # fmt: skip

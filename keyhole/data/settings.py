@@ -15,7 +15,7 @@ from keyhole.config.schema import RunConfig
 from keyhole.data.examples import AUTO, TABLE, RowTemplate
 from keyhole.data.turns import OWN_VARIABLES
 from keyhole.disk.files import read_small
-from keyhole.errors import UserError, printable
+from keyhole.errors import UserError, as_user_error, printable
 from keyhole.limits import describe, fits
 from keyhole.methods.settings import kinds
 
@@ -100,8 +100,9 @@ def data_settings(config: RunConfig, loader: dict[str, Any] | None = None) -> Da
     settings = DataSettings(**{name: vars(config)[name] for name in OF_DATA})
     if loader is None:
         return settings
-    asked, *numbers = loader["padding"]
-    began = settings.template_date or loader.get("date")
-    padding = tuple(numbers) if asked == AUTO else None
-    strata = loader.get("stratified", False) is True if settings.stratify == AUTO else settings.stratify
-    return replace(settings, template_date=began, pad_to_multiple_of=asked, padding=padding, stratify=strata)
+    with as_user_error("--resume: what the checkpoint says of its data cannot be used"):
+        asked, *numbers = loader["padding"]
+        began = settings.template_date or loader.get("date")
+        padding = tuple(numbers) if asked == AUTO else None
+        strata = loader.get("stratified", False) is True if settings.stratify == AUTO else settings.stratify
+        return replace(settings, template_date=began, pad_to_multiple_of=asked, padding=padding, stratify=strata)

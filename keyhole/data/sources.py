@@ -24,11 +24,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from keyhole.data.arrow import nested, read_saved
 from keyhole.data.examples import example_of, layout_of, with_columns
-from keyhole.data.opened import PLAIN, SUFFIXES, Record, kind_of
-from keyhole.data.readers import nested, read_file
+from keyhole.data.opened import PLAIN, SUFFIXES, Record, apart, kind_of
+from keyhole.data.readers import read_file
 from keyhole.data.settings import DataSettings
 from keyhole.errors import UserError, listed, printable
+from keyhole.machine.worker import streamed
 
 HUB_ID = re.compile(r"((?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]/]*\])?))?")
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
@@ -102,8 +104,12 @@ def _found(source: str, path: Path) -> list[str]:
         return [str(file) for file in _data_files(path)] if path.is_dir() else []
     is_id = HUB_ID.fullmatch(source)
     if glob.has_magic(source) and not is_id:
-        return sorted(p for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        return sorted(streamed(_matching, str(path), f"{printable(source, 200)}: a search of all that matches"))
     return [source] if is_id and not kind_of(path) else []
+
+
+def _matching(pattern: str) -> Iterator[str]:
+    return (found for found in glob.iglob(pattern, recursive=True) if os.path.isfile(found))
 
 
 def is_saved(path: Path) -> bool:
@@ -138,20 +144,20 @@ def names_in(paths: list[Path]) -> list[str]:
 
 
 def read_datasets(name: str) -> Iterator[Record]:
-    """The rows of a hub data set (`id`, `id:split` or `id:config:split`), or of a saved one."""
-    is_saved_here = Path(name).is_dir()
-    parts = None if is_saved_here else HUB_ID.fullmatch(name)
+    """The rows of a saved data set, or of one of the hub (`id`, `id:split` or `id:config:split`)."""
+    if Path(name).is_dir():
+        yield from apart(read_saved, Path(name))
+        return
+    parts = HUB_ID.fullmatch(name)
     repo, config, split = (name, None, None) if parts is None else parts.groups(default=None)
     try:
         import datasets
     except ImportError:
-        what = "a saved data set" if is_saved_here else f"no such file or directory (from {Path.cwd()})"
-        raise UserError(f"{name}: {what}; to read it with `datasets`: pip install datasets") from None
+        raise UserError(
+            f"{name}: no such file or directory (from {Path.cwd()}); to read it with `datasets`: pip install datasets"
+        ) from None
     try:
-        if not is_saved_here:
-            rows = datasets.load_dataset(repo, config, split=split or "train")
-        elif (rows := datasets.load_from_disk(name)) and isinstance(rows, dict):
-            rows = rows["train"]
+        rows = datasets.load_dataset(repo, config, split=split or "train")
     except Exception as error:  # the package raises a dozen unrelated types here, all of them about this name
         raise UserError(f"{name}: cannot load data set {repo!r}, split {split or 'train'!r}: {error}") from None
     for number, row in enumerate(rows, 1):

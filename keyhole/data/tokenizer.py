@@ -3,9 +3,9 @@
 import json
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, as_user_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,6 +24,12 @@ def dropout_lines(tokenizer: Tokenizer) -> list[str]:
     """For a report: that BPE dropout was switched off when the tokenizer was read (model/structure/source.py)."""
     rates = (rate for key, rate in vars(tokenizer).items() if key == "keyhole_dropout")
     return [f"tokenizer: its BPE dropout of {rate} is off: a text has the same tokens in every run" for rate in rates]
+
+
+def tokenized(tokenizer: Tokenizer, *texts: Any, **how: Any) -> Any:
+    """tokenizer(*texts, **how). A pattern of tokenizer.json may give up on a text: the library panics."""
+    with as_user_error("model: the tokenizer gives up on a text; is a pattern in its tokenizer.json at fault?"):
+        return tokenizer(*texts, **how)
 
 
 def bos_ids(tokenizer: Tokenizer) -> list[int]:

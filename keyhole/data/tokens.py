@@ -34,9 +34,9 @@ from keyhole.data.examples import Example
 from keyhole.data.opened import check_text
 from keyhole.data.report import count_names
 from keyhole.data.settings import DataSettings
-from keyhole.data.tokenizer import Tokenizer, bos_ids, special_tokens
+from keyhole.data.tokenizer import Tokenizer, bos_ids, special_tokens, tokenized
 from keyhole.data.turns import is_trained
-from keyhole.data.worker import bounded
+from keyhole.machine.worker import bounded
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -81,7 +81,7 @@ class Renderer:
             words = dict.fromkeys(CONTROL.findall(texts[-1].text))
             count_names(self.foreign, (word for word in words if not self._is_own(word)))
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        batch = self.tokenizer([t.text for t in texts], **options)
+        batch = tokenized(self.tokenizer, [t.text for t in texts], **options)
         encodings = batch.encodings if self.tokenizer.is_fast else [None] * len(texts)
         return [
             self._tokens(example, rendered, ids, encoding)
@@ -134,7 +134,7 @@ class Renderer:
         if position <= 0 or position >= len(text):
             return 0 if position <= 0 else len(ids)
         if encoding is None:
-            prefix = self.tokenizer(text[:position], add_special_tokens=False).input_ids
+            prefix = tokenized(self.tokenizer, text[:position], add_special_tokens=False).input_ids
             return len(os.path.commonprefix([prefix, ids]))
         tokens = (encoding.char_to_token(at) for at in range(position, len(text)))
         return next((token for token in tokens if token is not None), len(ids))  # white space may have no token

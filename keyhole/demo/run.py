@@ -70,7 +70,7 @@ def run_demo(
     if unknown := [name for name in names if name not in METHODS]:
         raise UserError(f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}")
     root = Path(output_dir)
-    found = inspect(str(root), resume=True)  # a directory with other files is refused
+    found = inspect(str(root), resume=False)  # a directory with other files, or a run of the user's, is refused
     with writing_to(root):
         found.run.mkdir(parents=True, exist_ok=True)
         write_text(found.marker, json_text({"format": FORMAT, "keyhole": keyhole.__version__}) + "\n")

@@ -29,6 +29,7 @@ from transformers import TextStreamer
 from keyhole import assets
 from keyhole.data.capacity import check_ids, context_length
 from keyhole.data.chat_template import ChatTemplate
+from keyhole.data.tokenizer import tokenized
 from keyhole.errors import NonFinite, UserError
 from keyhole.eval.generate import Guard
 from keyhole.eval.rows import not_finite
@@ -160,7 +161,7 @@ class Conversation:
     def _ids(self, text: str) -> torch.Tensor:
         written = self.template.write(self.first + self.turns, prompt=True) if self.has_turns else text
         how = {"add_special_tokens": False} if self.has_turns else {}
-        ids: torch.Tensor = self.tokenizer(written, return_tensors="pt", **how)["input_ids"]
+        ids: torch.Tensor = tokenized(self.tokenizer, written, return_tensors="pt", **how)["input_ids"]
         return ids
 
     def _fit(self, text: str) -> torch.Tensor:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from keyhole import assets
 from keyhole.data.capacity import check_max_length, context_length
+from keyhole.data.tokenizer import tokenized
 from keyhole.errors import UserError
 from keyhole.eval.continuations import score_continuations
 from keyhole.eval.generate import continue_prompts
@@ -107,7 +108,7 @@ class KeyholeLM(TemplateLM):
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             special = False
         how = {} if special is None else {"add_special_tokens": special}
-        return list(self.tokenizer.encode(string, **how))
+        return list(tokenized(self.tokenizer, string, **how)["input_ids"])
 
     @property
     def tokenizer_name(self) -> str:

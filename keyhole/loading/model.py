@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from keyhole.errors import UserError
-from keyhole.limits import Count, fits
+from keyhole.limits import Count, Seed, describe, fits
 from keyhole.loading.homes import make_engine
 from keyhole.loading.prepare import Prepared, check_source, choose_device, find_source
 from keyhole.machine.gpu import ACCELERATOR, accelerator
@@ -100,6 +100,8 @@ def load(
     check_source(model)
     if init not in ("pretrained", "random"):
         raise UserError(f"init={init!r}: choose pretrained or random")
+    if not fits(seed, Seed):
+        raise UserError(f"seed: found {seed!r:.80}, expected {describe(Seed)}")
     _check_work(workload)
     with _changes() as changes:
         changes.set(matmul_precision(), "high" if tf32 else "highest")

@@ -4,5 +4,6 @@ host.py           memory and cores of the host             probe.py      version
 rates.py          how fast a machine is, in numbers        settings.py   settings of the process, put back afterwards
 out_of_memory.py  errors that mean: memory is used up      collector.py  code that garbage collection must not interrupt
 gpu.py            captures of CUDA graphs; frees memory    progress.py   progress of long work
+worker.py         a process with a limit of time and memory, for programs and files that are not ours
 sizes.py, text.py   formats sizes and text for messages
 """

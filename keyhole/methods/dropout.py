@@ -36,7 +36,7 @@ def dropout_rates(module: nn.Module) -> dict[str, float]:
     for part in module.modules():
         own = {"p": part.p} if isinstance(part, nn.Dropout) else vars(part)
         named = {key: rate for key, rate in own.items() if key == "p" or "drop" in key or "jitter" in key}
-        rates = {key: rate for key, rate in named.items() if type(rate) in (int, float) and not rate <= 0}
+        rates = {key: rate for key, rate in named.items() if type(rate) in (int, float) and rate != 0}
         found |= {f"{type(part).__name__}.{key}": rate for key, rate in rates.items()}
     return found
 
@@ -48,7 +48,7 @@ class ModelDropout:
         self.module, self.device, self.seed = model.module, model.device, seed
         self.rates = dropout_rates(model.module)
         for name, rate in self.rates.items() if wanted else ():
-            if not rate <= 1:
+            if not 0 <= rate <= 1:
                 raise UserError(
                     f"model: {name} is {str(rate)[:40]}; a share from 0 to 1 is needed: change it in the model's "
                     "config.json, or set model_dropout=false"

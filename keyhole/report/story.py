@@ -30,7 +30,7 @@ from keyhole.machine.text import printable
 from keyhole.report.curves import Curves, read_curves
 
 FORMAT = 1
-MOST_STORY, MOST_SMALL = 2**25, 2**22  # bytes
+MOST_STORY, MOST_SMALL, MOST_CONFIG = 2**25, 2**22, 2**18  # bytes
 MOST, MOST_EVENTS, MOST_ANSWERS = 4000, 60, 6  # characters of a text and items of a list, lines, evaluations
 METRICS, STORY, PAGE = "metrics.jsonl", "report.json", "report.html"
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
@@ -182,7 +182,7 @@ def read_view(directory: Path, name: str | None = None) -> View:
         raise UserError(f"{printable(directory / METRICS)} cannot be read: {error.strerror or error}") from error
     config, settings = "", None
     with suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
-        config = read_small(directory / "config.yaml", MOST_SMALL).decode("utf-8", "replace")
+        config = read_small(directory / "config.yaml", MOST_CONFIG).decode("utf-8", "replace")
         if not any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(config)):  # expands when it is shown
             settings = yaml.safe_load(config)
     settings = settings if isinstance(settings, dict) else {}

@@ -244,7 +244,7 @@ def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> lis
     changes = apply_changes(state, config, origin.step, None if origin.original is None else origin.original.base)
     lines += [f"resume: {change}" for change in changes]
     then, now = state.versions, versions()
-    other = [f"{name} {then[name]} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]
+    other = [f"{name} {then.get(name)} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]
     return lines + [f"resume: {change}: equal to the last bit only with the same version" for change in other]
 
 

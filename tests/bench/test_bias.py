@@ -65,7 +65,7 @@ def test_any_model_and_data(tmp_path: Path, capsys: Any) -> None:
     data = tmp_path / "mine.jsonl"
     data.write_text("".join(json.dumps({"text": f"Line {i} says that {i} is even."}) + "\n" for i in range(12)))
     args = ["--model", str(assets.MODEL), "--data", str(data), "--d", "8", "--r", "2", "--device", "cpu"]
-    assert main(["bench", "lsp-bias", "--quick", "--out", str(tmp_path / "out"), *args]) == 0
+    assert main(["bench", "lsp-bias", "--quick", "--output-dir", str(tmp_path / "out"), *args]) == 0
     page = next((tmp_path / "out").glob("*.md")).read_text()
     assert all(f"| {kind} " in page for kind in KINDS) and str(data) in page and "| 8 | 2 |" in page
     records = json.loads(next((tmp_path / "out").glob("*.json")).read_text())["records"]
@@ -74,8 +74,8 @@ def test_any_model_and_data(tmp_path: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("args", [("--d=x",), ("--kinds=dense",)])
 def test_user_mistakes(args: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
-    assert main(["bench", "lsp-bias", f"--out={tmp_path}", "--device=cpu", *args]) == 2
-    assert capsys.readouterr().err.startswith(f"keyhole: {args[-1].partition('=')[0]}: ")
+    assert main(["bench", "lsp-bias", f"--output-dir={tmp_path}", "--device=cpu", *args]) == 2
+    assert f"\nkeyhole: {args[-1].partition('=')[0]}: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -23,7 +23,7 @@ LLAMA_7B = {"model": "Llama-7B", "system": "resident"}
 
 def run(verb: str, table: Path, out: Path) -> tuple[dict[str, dict[str, Any]], str]:
     """Records by name, and the page; no case fails."""
-    assert main(["bench", verb, "--quick", "--steps=1", "--warm-up=1", f"--table={table}", f"--out={out}"]) == 0
+    assert main(["bench", verb, "--quick", "--steps=1", "--warm-up=1", f"--table={table}", f"--output-dir={out}"]) == 0
     records = json.loads(next(out.glob("*.json")).read_text())["records"]
     assert [r.get("error") for r in records] == [None] * len(records) and records
     return {r["name"]: r for r in records}, next(out.glob("*.md")).read_text()

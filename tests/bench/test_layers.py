@@ -22,7 +22,7 @@ MODELS = ["Llama-7B", "GPT2-1.3B", "13B", "BLOOM-176B"]
 def test_a_quick_run(tmp_path: Path, capsys: Any) -> None:
     """Every part of every model has a time and a floor, and parameters are counted as the module counts them."""
     how = ["--quick", "--device=cpu", "--steps=1", "--warm-up=1", f"--models={','.join(MODELS)}"]
-    assert main(["bench", "layers", f"--out={tmp_path}", *how]) == 0
+    assert main(["bench", "layers", f"--output-dir={tmp_path}", *how]) == 0
     found = json.loads(next(tmp_path.glob("*.json")).read_text())
     records = found["records"]
     assert "--models=Llama-7B," in found["command"] and found["quick"]

@@ -76,7 +76,7 @@ def test_memory_of_before_counts_from_the_beginning() -> None:
 
 def run(out: Path, only: str) -> tuple[dict[str, dict[str, Any]], str]:
     """Records by name, and the page; no trial fails."""
-    assert main(["bench", "memory", "--quick", f"--only={only}", f"--out={out}"]) == 0
+    assert main(["bench", "memory", "--quick", f"--only={only}", f"--output-dir={out}"]) == 0
     records = json.loads(next(out.glob("*.json")).read_text())["records"]
     assert all(r["status"] == "ok" for r in records), records
     return {r["name"]: r for r in records}, next(out.glob("*.md")).read_text()

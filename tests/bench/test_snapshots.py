@@ -18,7 +18,7 @@ def test_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch, out = tmp_path / "scratch", tmp_path / "out"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    assert main(["bench", "snapshots", f"--out={out}", "--models=1.3B", "--device=cpu", "--quick"]) == 0
+    assert main(["bench", "snapshots", f"--output-dir={out}", "--models=1.3B", "--device=cpu", "--quick"]) == 0
     records = json.loads(next(out.glob("*.json")).read_text())["records"]
     assert [r.get("error") for r in records] == [None] * len(records)
     found = by_mode(records)

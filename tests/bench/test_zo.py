@@ -23,7 +23,10 @@ CASES = ",".join(
 
 def quick(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
     """Runs the command; returns its JSON and Markdown."""
-    assert main(["bench", "zo", "--quick", "--steps=1", "--warm-up=1", f"--out={tmp_path}", "--device=cpu", *args]) == 0
+    assert (
+        main(["bench", "zo", "--quick", "--steps=1", "--warm-up=1", f"--output-dir={tmp_path}", "--device=cpu", *args])
+        == 0
+    )
     (json_path,), (markdown_path,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
     return json.loads(json_path.read_text()), markdown_path.read_text()
 
@@ -68,7 +71,7 @@ def test_a_failing_case_costs_only_itself(tmp_path: Path, monkeypatch: Any) -> N
     "args", [("--cases=nothing",), ("--device=cpu",), ("--device=tpu", "--quick"), ("--quick", "--table=no.yaml")]
 )
 def test_user_mistakes(args: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
-    assert main(["bench", "zo", f"--out={tmp_path}", *args]) == 2
+    assert main(["bench", "zo", f"--output-dir={tmp_path}", *args]) == 2
     assert capsys.readouterr().err.startswith("keyhole: ")
     assert not list(tmp_path.iterdir())
 
@@ -100,3 +103,15 @@ def test_the_textbook_loop_has_no_weights_but_its_own() -> None:
     assert sum(home.untyped_storage().nbytes() for home in model.engine.homes) == 0
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     model.close()
+
+
+@pytest.mark.parametrize("verb", ["zo", "lsp-bias"])
+def test_the_directory_is_checked_first(verb: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Before anything is measured, and whichever its name on the command line; without one it is said, too."""
+    (tmp_path / "file").touch()
+    assert main(["bench", verb, f"--out={tmp_path}/file/inside"]) == 2
+    said = capsys.readouterr().err
+    assert "--out is --output-dir now" in said and "cannot write to" in said
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", verb, "--device=none", "--quick"]) == 2
+    assert "results go to bench-out/" in capsys.readouterr().err and not (tmp_path / "bench-out").exists()

@@ -31,7 +31,7 @@ push: --dry-run DIR ID --private
 env: --json
 demo: --output-dir
 bench:
-bench lsp-bias: --out --quick --time-limit --device --model --batch --length --data --d --r --kinds
+bench lsp-bias: --output-dir --out --quick --time-limit --device --model --batch --length --data --d --r --kinds
     --calibration --held-out --matrices
 config:
 config ls:
@@ -42,7 +42,9 @@ SURFACE = {
     verb.strip(): set(words.split())
     for verb, _, words in (line.partition(":") for line in SURFACE_TEXT.replace("\n    ", " ").strip().split("\n"))
 }
-BENCH = set("--cases --only --models --table --out --quick --steps --warm-up --time-limit --device".split())
+BENCH = set(
+    "--cases --only --models --table --output-dir --out --quick --steps --warm-up --time-limit --device".split()
+)
 SURFACE |= {f"bench {verb}": BENCH for verb in ("zo", "lomo", "lsp", "memory", "layers", "snapshots")}
 
 

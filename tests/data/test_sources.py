@@ -21,13 +21,13 @@ WIDE = ", ".join(f'"k{i}": 1' for i in range(60_000))
 ROWS = [{"prompt": 'a, "b"\nc', "completion": "\u00e9"}, {"prompt": "x\ty", "completion": "line one\nline two"}]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write(path: Path, rows: list[dict[str, Any]], **how: Any) -> Path:
     """The rows in the kind of file that the suffix says."""
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **how)
     elif path.suffix in (".csv", ".tsv"):
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
@@ -35,6 +35,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
             writer.writerows(rows)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -125,20 +127,35 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         rows(str(tmp_path / "b.jsonl"))
 
 
-def test_a_directory_of_save_to_disk_is_read_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def saved(folder: Path, table: list[dict[str, Any]]) -> Path:
+    """A data set as `save_to_disk` of `datasets` writes it; its only file."""
+    import pyarrow
+
+    path, content = folder / "data-00000-of-00001.arrow", pyarrow.Table.from_pylist(table)
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": path.name}], "_format_columns": None}))
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, content.schema) as stream:
+        stream.write_table(content, max_chunksize=10)
+    return path
+
+
+def test_a_directory_of_save_to_disk_is_read(tmp_path: Path) -> None:
+    """Its split train, the columns that are shown, all files; a file that ends early, in a whole batch too, is not."""
+    table = [{"text": f"t{i}", "other": i} for i in range(5)]
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    write(tmp_path / "a.jsonl", ROWS)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="a saved data set; to read it with `datasets`: pip install datasets"):
+    path = saved(tmp_path / "train", table)
+    state = json.loads((path.parent / "state.json").read_text())
+    assert rows(str(tmp_path)) == table
+    shown = {"_format_columns": ["text"], "_data_files": state["_data_files"] * 2}
+    (path.parent / "state.json").write_text(json.dumps(state | shown))
+    assert rows(str(tmp_path)) == [{"text": row["text"]} for row in table] * 2
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match=r"not a readable Arrow file \(after row 5\): .*it has no end"):
         rows(str(tmp_path))
-
-    class Fake:
-        @staticmethod
-        def load_from_disk(path: str) -> dict[str, list[dict[str, str]]]:
-            return {"train": [{"text": path}], "test": []}
-
-    monkeypatch.setitem(sys.modules, "datasets", Fake)
-    assert rows(str(tmp_path)) == [{"text": str(tmp_path)}]
+    for wrong in ({"_data_files": 1}, {}, {"_data_files": [], "_indices_data_files": [1]}):
+        (path.parent / "state.json").write_text(json.dumps(wrong))
+        with pytest.raises(UserError, match="train: (state.json does not say|an old version)"):
+            rows(str(tmp_path))
 
 
 def test_nulls_that_parquet_added_are_taken_out(tmp_path: Path) -> None:

@@ -100,6 +100,16 @@ def test_foreign_directories_are_refused(tmp_path: Path) -> None:
         run_demo(tmp_path / "thesis.txt", steps=1)
 
 
+def test_a_run_is_not_written_over(tmp_path: Path) -> None:
+    """A directory that holds a run of somebody's stays as it is."""
+    (tmp_path / "run").mkdir()
+    for name in ("run/keyhole.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match="holds a run already .* choose another output_dir"):
+        run_demo(tmp_path, steps=1)
+    assert {path.name for path in tmp_path.rglob("*")} == {"run", "keyhole.json", "model.safetensors"}
+
+
 def test_unknown_methods_are_refused(tmp_path: Path) -> None:
     """A misspelt method names the ones there are, before anything is written."""
     with pytest.raises(UserError, match="'adamm' is not one of zo"):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.data import worker
+from keyhole.machine import worker
 from tests.hostile.conftest import MANY, Place
 from tests.hostile.values import ESCAPE, odd, places_of, with_value, write_json
 
@@ -127,6 +127,10 @@ TEMPLATES = {
     "is large": "x" * 2**22,
     "is long": "{{ x }}" * 2**18,
     "changes the chat": "{{ messages.append(1) }}",
+    "pads in a format": "{{ '{:{}}'.format('{:{}}'.format(1, 2 * 10**9), 10**9) }}",
+    "cuts in pieces": "{% for i in range(99999) %}{% set x = ('y' * 10**7)[1:][::-1] | list %}{% endfor %}",
+    "rounds": "{{ 1 | round(30000000) }}{% for i in range(999) %}{{ (10 ** 30000000) | round(-3) }}{% endfor %}",
+    "slices": "{{ messages | slice(300000000) | list | length }}",
 }
 GOOD = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 

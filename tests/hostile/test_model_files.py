@@ -4,6 +4,7 @@ adapters."""
 import json
 import os
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from keyhole.errors import UserError
+from keyhole.loading import load
 from tests.hostile.conftest import MANY, Place
 from tests.hostile.values import ESCAPE, odd, places_of, with_value, write_json
 
@@ -125,6 +128,9 @@ HUGE: dict[str, dict[str, Any]] = {
     },
     "quantized": {"quantization_config": {"quant_method": "fp8"}},
     "another family": {"model_type": ESCAPE},
+    "no width": {"hidden_size": 0},
+    "another's text_config": {"text_config": {"model_type": "llama"}},
+    "text_config of no kind": {"text_config": [1]},
 }
 
 
@@ -135,6 +141,32 @@ def test_a_config_that_asks_for_too_much_is_refused(place: Place, name: str) -> 
     write_json(path, json.loads(path.read_text()) | HUGE[name])
     (place.model / "evil.py").write_text(f"open({str(place.root / 'ran')!r}, 'w')")
     assert place.checked().code == 2
+
+
+@pytest.mark.parametrize("share", [-0.5, 1.5, float("nan")])
+def test_a_dropout_that_is_no_share_is_not_trained(place: Place, share: float) -> None:
+    path = place.model / "config.json"
+    write_json(path, json.loads(path.read_text()) | {"attention_dropout": share})
+    assert "attention_dropout is" in place.refused("train", str(place.config), "method=lomo")
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": "(b+)+$"}, "behavior": "Isolated", "invert": False}
+ODD_TOKENIZERS: dict[str, Callable[[Any], Any]] = {
+    "the tokenizer gives up on a text": lambda tree: tree | {"pre_tokenizer": SPLIT},
+    "a token has the id 4,000,000,000": lambda tree: with_value(tree, ("model", "vocab", "a"), 4 * 10**9),
+    "tokenizer.json cannot be read: it is no ordinary file": lambda tree: None,
+}
+
+
+@pytest.mark.parametrize("says", ODD_TOKENIZERS)
+def test_a_tokenizer_that_fails_is_refused(place: Place, says: str) -> None:
+    """Also where its library panics over a text of the data, which is no Exception of Python."""
+    path = place.model / "tokenizer.json"
+    found = ODD_TOKENIZERS[says](json.loads(path.read_text()))
+    path.unlink()
+    path.mkdir() if found is None else write_json(path, found)
+    write_json(place.data, {"prompt": "b" * 40 + "!", "completion": "c"})
+    assert says in place.refused("train", str(place.config), "--dry-run")
 
 
 def test_a_million_beams_are_refused(place: Place) -> None:
@@ -177,6 +209,39 @@ def test_pickles_run_nothing(place: Place) -> None:
     for name in ("pytorch_model.bin", "training_args.bin"):
         torch.save({"model.norm.weight": Evil(place.root / "ran")}, place.model / name)
     assert "holds more than tensors" in place.refused("train", str(place.config))
+
+
+NAME = "model.layers.0.self_attn.q_proj.weight"
+NOT_PLAIN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "stride 0": lambda x: x[:1, :1].clone().expand(x.shape),
+    "sparse": torch.Tensor.to_sparse,
+    "meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[1]], layout=torch.strided),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*NOT_PLAIN, "int key", "compressed"])
+def test_odd_tensors_in_a_bin_are_refused(place: Place, kind: str) -> None:
+    """By the name of the tensor; and an archive whose bytes are no weights as they lie there."""
+    tensors: dict[Any, Any] = load_file(place.model / "model.safetensors")
+    (place.model / "model.safetensors").unlink()
+    path = place.model / "pytorch_model.bin"
+    changed = NOT_PLAIN.get(kind, torch.clone)(tensors[NAME])
+    torch.save(tensors | {5 if kind == "int key" else NAME: changed}, path)
+    if kind == "compressed":
+        with zipfile.ZipFile(path) as plain:
+            records = {name: plain.read(name) for name in plain.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+            _ = [packed.writestr(name, content) for name, content in records.items()]
+    says = {"int key": "no table of tensors by name", "compressed": "records of its archive are compressed"}
+    assert says.get(kind, f"{NAME} is no plain tensor") in place.refused("train", str(place.config), "--dry-run")
+
+
+@pytest.mark.parametrize("seed", ["x", 1.5, -1, None, 2**70])
+def test_a_seed_that_is_none_is_refused(tiny_model: Path, seed: Any) -> None:
+    with pytest.raises(UserError, match="seed: found .*expected whole number"):
+        load(tiny_model, seed=seed)
 
 
 ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}

@@ -107,6 +107,20 @@ def test_odd_states(ended: Callable[..., Place], data: st.DataObject) -> None:
     resumed(place, method)
 
 
+@pytest.mark.parametrize("part", ["config", "versions", "loader", "selection"])
+def test_a_state_that_lacks_what_every_run_writes(ended: Callable[..., Place], part: str) -> None:
+    """A part that is empty, or is without any one of its keys (of a config's, some)."""
+    place = ended("adamw")
+    path = place.out / "checkpoint-2" / state.STATE
+    content = json.loads(path.read_text())
+    del content["crc32"]
+    whole = content[part]
+    for name in ["", *whole][:16]:
+        fewer = {key: value for key, value in whole.items() if key != name} if name else {}
+        path.write_text(state.dump(content | {part: fewer}))
+        place.run("train", str(place.config), "method=adamw", "max_steps=3", "--resume", "--dry-run")
+
+
 @pytest.mark.parametrize("method", ["adamw", "lsp"])
 def test_odd_tensors_of_the_optimizer(ended: Callable[..., Place], method: str) -> None:
     """A header that lies, or is of gigabytes, in a file whose checksum is right."""

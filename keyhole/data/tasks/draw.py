@@ -31,8 +31,8 @@ from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Question, Task, build
 from keyhole.data.tasks.spec import GENERATED, OWN_SPLITS, SPLITS, TaskSpec, check_names, extracted, listed_names
 from keyhole.data.tasks.tables import latin_line
-from keyhole.data.worker import bounded
 from keyhole.errors import UserError, listed
+from keyhole.machine.worker import bounded
 
 TEST_SEED = 0
 LEAST_ANSWERS = 8  # fewer may be equal by chance

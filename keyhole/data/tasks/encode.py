@@ -31,7 +31,7 @@ from keyhole.data.dataset import IGNORED, Sample
 from keyhole.data.report import Report
 from keyhole.data.tasks.question import Labels, Question, Task
 from keyhole.data.tasks.spec import check_loss
-from keyhole.data.tokenizer import Tokenizer, bos_ids, needed, pad_token_id
+from keyhole.data.tokenizer import Tokenizer, bos_ids, needed, pad_token_id, tokenized
 from keyhole.errors import UserError, listed
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ class Encoder:
             return []  # a tokenizer refuses an empty list
         prompts = [self._prompt(question) for question in questions]
         texts = [p + c for p, q in zip(prompts, questions, strict=True) for c in ("", *q.candidates)]
-        tokens = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+        tokens = iter(tokenized(self.tokenizer, texts, add_special_tokens=False, verbose=False)["input_ids"])
         end = [self.tokenizer.eos_token_id] if end_token and self.tokenizer.eos_token_id is not None else []
         return [self._rows(q, [next(tokens) for _ in range(1 + len(q.candidates))], end) for q in questions]
 
     def prompts(self, questions: list[Question]) -> list[list[int]]:
         """Only the prompts, for generated answers; a long prompt loses its beginning."""
-        made = self.tokenizer([self._prompt(q) for q in questions], add_special_tokens=False, verbose=False)
+        made = tokenized(self.tokenizer, [self._prompt(q) for q in questions], add_special_tokens=False, verbose=False)
         found = []
         for question, ids in zip(questions, made["input_ids"], strict=True):
             before = self._before(question, ids)
@@ -232,7 +232,7 @@ class TextEncoder:
         if limit is not None and limit <= (special := self.tokenizer.num_special_tokens_to_add(len(columns) > 1)):
             raise UserError(f"max_length: {limit} leaves no room for a text beside {special} special tokens; raise it")
         how = {} if limit is None else {"truncation": True, "max_length": limit}
-        made = self.tokenizer(*columns, return_token_type_ids=self.has_types, verbose=False, **how)
+        made = tokenized(self.tokenizer, *columns, return_token_type_ids=self.has_types, verbose=False, **how)
         if how:
             self.tokenizer("a")  # takes the limit away, which a fast tokenizer keeps and the model would save with it
         types = made["token_type_ids"] if self.has_types else [None] * len(texts)

@@ -64,8 +64,8 @@ from jinja2.visitor import NodeTransformer
 from keyhole.data.chat_template import Sandbox, written
 from keyhole.data.examples import no_text
 from keyhole.data.opened import Row
-from keyhole.data.worker import bounded, why
 from keyhole.errors import UserError, listed, printable
+from keyhole.machine.worker import bounded, why
 
 RESULT, SHOWN = "result", "shown"
 OF_TEXT = (  # filters that would convert a value to text first

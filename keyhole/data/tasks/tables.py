@@ -29,6 +29,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,16 @@ from keyhole.data.opened import (
     TABLES,
     Record,
     Row,
+    apart,
     bounded_lines,
     check_header,
+    is_packed,
     kind_of,
     open_bytes,
     open_text,
     told,
 )
-from keyhole.data.readers import load_json, read_cells, read_file
+from keyhole.data.readers import load_json, read_cells, rows_of
 from keyhole.data.sources import is_saved, read_datasets
 from keyhole.data.tasks.spec import TaskSpec
 from keyhole.errors import UserError, listed
@@ -72,6 +75,16 @@ def read_rows(name: str, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Rec
     if not path.is_file():
         yield from read_datasets(name)
         return
+    reader = partial(_file_rows, spec=spec)
+    for row in apart(reader, path) if is_packed(path) else reader(path):
+        if isinstance(row, Record):
+            yield row
+        else:
+            left_out.update(row)
+
+
+def _file_rows(path: Path, spec: TaskSpec) -> Iterator[Record | Counter[str]]:
+    """The rows of a file, and what of it was left out."""
     suffix, names = suffix_of(path), {alias for aliases in spec.columns.values() for alias in aliases}
     with told(path):
         encoding = "latin-1" if latin_line(path) else None
@@ -81,14 +94,14 @@ def read_rows(name: str, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Rec
                     file.seek(0)
                     for number, line in enumerate(bounded_lines(file, path), 1):
                         if line.strip():
-                            yield Record(name, "line", number, {"line": line.strip(), "file": path.name})
+                            yield Record(str(path), "line", number, {"line": line.strip(), "file": path.name})
                     return
         if suffix in (".tsv", ".csv", *LINES):
-            yield from _cells(path, encoding, spec.header, names, left_out)
+            yield from _cells(path, encoding, spec.header, names)
         elif suffix == ".json" and isinstance(value := load_json(path), dict):
-            yield Record(name, "item", 1, value)
+            yield Record(str(path), "item", 1, value)
         else:
-            yield from read_file(path)
+            yield from rows_of(path)
 
 
 def latin_line(path: Path) -> int | None:
@@ -110,8 +123,8 @@ def latin_line(path: Path) -> int | None:
 
 
 def _cells(
-    path: Path, encoding: str | None, header: tuple[str, ...], known: set[str], left_out: Counter[str]
-) -> Iterator[Record]:
+    path: Path, encoding: str | None, header: tuple[str, ...], known: set[str]
+) -> Iterator[Record | Counter[str]]:
     """Rows of cells. header: the task's names of them, for a file without any known column in its first line; `...` at
     its end: more may follow."""
     rows: Iterator[list[str]] = (cells for _, cells in read_cells(path, encoding=encoding, skip_spaces=True))
@@ -133,12 +146,12 @@ def _cells(
             yield Record(str(path), "row", number, dict(zip(names, cells, strict=False)))
         else:
             broken += any(cell.strip() for cell in cells)
-    left_out["broken"] += broken
     if broken > MOST_BROKEN * (good + broken):
         raise UserError(
             f"{path}: {broken:,} of {good + broken:,} lines do not have {len(names)} cells ({listed(names)}); is the "
             "suffix right, and is a quotation mark inside a quoted cell written twice?"
         )
+    yield Counter(broken=broken)
 
 
 def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from keyhole.errors import UserError
+from keyhole.errors import UserError, as_user_error
 from keyhole.model.structure.config_files import check_config_file, check_implementation, setting
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import mark_use
@@ -60,17 +60,16 @@ def read_config(
     gives each text one of num_labels labels (1: a number), whatever the files were made for."""
     from transformers import AutoConfig, PretrainedConfig
 
-    if isinstance(model, PretrainedConfig):
+    if not isinstance(model, PretrainedConfig):
+        check_directory(model)
+        path = Path(model)
+        check_config_file(path / "config.json" if path.is_dir() else find_file(model, "config.json"))
+    # values of the wrong type, keys of another version: the type of the error depends on the family
+    with as_user_error(f"model: the config of {model!s:.300} cannot be read"):
+        if not isinstance(model, PretrainedConfig):
+            how = {"trust_remote_code": trust_remote_code, "local_files_only": is_local(model)}
+            model = AutoConfig.from_pretrained(model, **how)
         return check_model(_with_head(model, head, num_labels))
-    check_directory(model)
-    path = Path(model)
-    check_config_file(path / "config.json" if path.is_dir() else find_file(model, "config.json"))
-    try:
-        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local(model))
-    except Exception as error:  # values of the wrong type, keys of another version: the type depends on the family
-        why = str(error) or type(error).__name__
-        raise UserError(f"model: the config of {model} cannot be read: {why}") from error
-    return check_model(_with_head(found, head, num_labels))
 
 
 def is_classifier(config: object) -> bool:
@@ -116,6 +115,8 @@ def check_model(config: "PretrainedConfig") -> "PretrainedConfig":
                 "MPNet, or a causal language model"
             )
         return config
+    if isinstance(config.get_text_config(), dict | list | str):
+        raise UserError("model: its config.json has a text_config, which this family does not have; remove the key")
     if config.is_encoder_decoder:
         why = "it has an encoder and a decoder (is_encoder_decoder is true in its config)"
     elif key := _looks_ahead(config.get_text_config()):
@@ -196,6 +197,8 @@ def _check_module(module: "PreTrainedModel", dtype: torch.dtype) -> None:
     if not isinstance(embedding, nn.Embedding):
         found = "none" if embedding is None else type(embedding).__name__
         raise UserError(f"model: {name} has no table of tokens (an nn.Embedding; found {found}), and is not supported")
+    if embedding.embedding_dim < 1:
+        raise UserError(f"model: {name} would have no weights: the width in its config (hidden_size, n_embd) is 0")
     body = find_decoder(module) if not is_classifier(module.config) else module.base_model
     lists = [part for part in body.modules() if isinstance(part, nn.ModuleList)]
     if lists and not any(map(len, lists)):

@@ -37,7 +37,7 @@ from typing import Any
 
 from keyhole.disk.files import read_small
 from keyhole.disk.json_text import LIMIT_BYTES, read_json
-from keyhole.errors import UserError, listed
+from keyhole.errors import UserError, is_foreign, listed
 from keyhole.machine.text import counted
 
 TOKENIZER_FILES = ("token*", "vocab*", "merges.txt", "*.model", "tekken.json")
@@ -50,6 +50,8 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # of peft
 OF_ADAPTER = (*ADAPTER_FILES, "adapter_config.json")
 CLASSIFIER = "ForSequenceClassification"
 PATIENCE_S = 5.0
+MOST_ID = 2**22  # as MOST_SIZE of config_files.py
+ODD_TEXT = "".join(c * 40 + "!" for c in "a0 .\n")  # on which patterns that backtrack without end give up
 OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "tekken.json")
 READ_WITH_IT = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja")
@@ -237,7 +239,7 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
         return None
     for name in READ_WITH_IT if path.is_dir() else ():
         for file in path.glob(name):  # on a pipe Transformers would block, a device or a file of zeros it would read
-            if not file.is_file() and not file.is_dir():
+            if not file.is_file():
                 raise UserError(f"model: {file} cannot be read: it is no ordinary file")
             if (size := file.stat().st_size) > LIMIT_BYTES:
                 raise UserError(f"model: {file} has {size:,} bytes; a file of a tokenizer has at most {LIMIT_BYTES:,}")
@@ -247,6 +249,8 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
         added: dict[str, int] = getattr(
             tokenizer, "get_added_vocab", dict
         )()  # Mistral's own class does not have this method
+        if (most := max(tokenizer.get_vocab().values(), default=0)) > MOST_ID:
+            raise ValueError(f"a token has the id {most:,}, and no model has more than {MOST_ID:,}")
         if len(tokenizer) <= len(added):
             files = sorted(file.name for name in VOCABULARIES for file in path.glob(name)) if path.is_dir() else []
             if not files:
@@ -260,11 +264,11 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
         if dropout := getattr(merges, "dropout", None):  # would make other tokens of a text every time
             merges.dropout, tokenizer.keyhole_dropout = None, dropout
         vars(tokenizer).get("init_kwargs", {}).pop("local_files_only", None)  # of this call: a save would publish it
-        tokenizer("a")  # settings of the wrong type fail at the first text, half characters at the first save
+        tokenizer(ODD_TEXT)  # settings of the wrong type fail at the first text, half characters at the first save
         json.dumps(getattr(tokenizer, "init_kwargs", ""), ensure_ascii=False, default=str).encode()
-    except UserError:
-        raise
-    except Exception as error:  # bad files, a bad name, no network: each raises its own type
+    except BaseException as error:  # bad files, a bad name, no network, a panic: each raises its own type
+        if not is_foreign(error):
+            raise
         for name in OBJECTS if path.is_dir() else ():
             if (path / name).exists():
                 read_json(path / name, "model")  # names the file, if it is none at all

@@ -1,21 +1,19 @@
 """Programs that came with a model may take no memory and no time, and have no way out."""
 
-import os
-import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from keyhole.data import worker
 from keyhole.data.answers import Chat, find
 from keyhole.data.chat_template import ChatTemplate
 from keyhole.data.examples import example_of
 from keyhole.data.opened import Record
 from keyhole.data.tasks.spec import Expression, extracted
 from keyhole.data.tokens import Renderer
-from keyhole.data.worker import bounded
 from keyhole.errors import UserError
+from keyhole.machine import worker
+from keyhole.machine.worker import bounded
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
 
@@ -51,22 +49,14 @@ def test_results_come_in_order_and_an_error_ends_the_batch() -> None:
     assert bounded(_odd, [5], str) == [5]
 
 
-def test_a_process_that_is_killed_is_started_again() -> None:
-    bounded(_odd, [1], str)
-    os.kill(worker._workers[0].process.pid, signal.SIGKILL)
-    with pytest.raises(UserError, match="^3 ended its process"):
-        bounded(_odd, [3], str)
-    assert bounded(_odd, [3], str) == [3]
-
-
 def test_no_torch_in_the_process() -> None:
     """It is to start at once, and to be small."""
-    if worker._workers:
-        worker._workers.pop().close()
+    while worker._idle:
+        worker._idle.pop().close()
     assert Renderer(tokenizer(chats.CHATML))(
         [example_of(Record("f", "line", 1, {"messages": chat("a", "b")}), "messages")]
     )
-    maps = Path(f"/proc/{worker._workers[0].process.pid}/maps").read_text()
+    maps = Path(f"/proc/{worker._idle[-1].process.pid}/maps").read_text()
     assert "torch" not in maps and "numpy" not in maps
 
 
