@@ -22,6 +22,7 @@ rate, in batches in which the dense rate is at its limit.
 """
 
 import argparse
+import faulthandler
 import json
 import shutil
 import statistics
@@ -306,6 +307,7 @@ def main() -> None:
     if args.list:
         print(*names, sep="\n")
         return
+    faulthandler.enable()
     args.out.mkdir(parents=True, exist_ok=True)
     begin_s = time.monotonic()
     for group in grouped(list(dict.fromkeys(names)), args.seeds):

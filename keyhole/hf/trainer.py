@@ -40,8 +40,8 @@ from keyhole.errors import Mixed, UserError, warn
 from keyhole.hf import checkpoints, refusals
 from keyhole.hf.arguments import KeyholeArguments, load_model, make_method, wanted
 from keyhole.methods.base import Method
-from keyhole.model.classification import MULTI_LABEL, REGRESSION, problem_of
 from keyhole.model.model import Model
+from keyhole.model.structure.config_files import MULTI_LABEL, REGRESSION, problem_of
 from keyhole.plan.dtype import NAMES
 
 if TYPE_CHECKING:

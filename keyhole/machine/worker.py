@@ -127,10 +127,10 @@ def serve(descriptor: int) -> None:
     """The process itself: answers until the pipe closes. After an error the rest of a batch is left."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pipe: Connection = Connection(descriptor)
-    endless = resource.getrlimit(resource.RLIMIT_CPU)[1]
     try:
         while True:
-            resource.setrlimit(resource.RLIMIT_CPU, (endless, endless))  # what comes next may be in a module to import
+            for what in (resource.RLIMIT_CPU, resource.RLIMIT_AS):  # what comes next may be in a module to import
+                _limit(what, resource.getrlimit(what)[1])
             function, items, seconds, memory_bytes, directory = pipe.recv()
             held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             _limit(resource.RLIMIT_AS, held_bytes + memory_bytes)

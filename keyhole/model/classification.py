@@ -28,15 +28,9 @@ from torch.nn import functional as F
 from keyhole.errors import UserError
 from keyhole.model.batch import Batch, DeviceBatch, check_entries, check_tokens, move
 from keyhole.model.objective import Tokens
-from keyhole.model.structure.config_files import setting
+from keyhole.model.structure.config_files import MULTI_LABEL, REGRESSION, problem_of, setting
 
-REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
 PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids")
-
-
-def problem_of(config: Any) -> str:
-    """Hugging Face's problem_type: from the config, or derived from the number of labels."""
-    return config.problem_type or (REGRESSION if config.num_labels == 1 else "single_label_classification")
 
 
 def text_positions(module: nn.Module) -> int | None:

@@ -1,9 +1,13 @@
 """Programs that came with a model may take no memory and no time, and have no way out."""
 
+import math
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from keyhole.data.answers import Chat, find
 from keyhole.data.chat_template import ChatTemplate
@@ -71,3 +75,18 @@ def test_expressions_and_patterns_of_a_task_are_bounded(monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"extract: `\(a\+\)\+\$` takes more than 1 s"):
         extracted("(a+)+$", ["a" * 40 + "b"])
     assert extracted(r"= (\d)", ["a = 4, b = 5", "none"]) == ["5", None]
+
+
+def test_an_import_is_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries of a module that an item needs may be larger than what the item may take."""
+    monkeypatch.setattr(worker, "MEMORY_BYTES", 2**28)
+    assert bounded(math.sqrt, [4.0], str) == [2.0]
+    assert bounded(torch.is_tensor, [0], str) == [False]
+    with pytest.raises(UserError, match="takes more than 0.25 GiB of memory"):
+        bounded(bytes, [2**29], str)
+
+
+def test_what_runs_in_the_process_is_imported_without_torch() -> None:
+    names = ("answers", "chat_template", "opened", "sources", "tasks.spec", "tasks.question")
+    code = f"import sys, keyhole.data.{', keyhole.data.'.join(names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -32,7 +32,7 @@ from keyhole.data.tasks.spec import CHOICE, TaskSpec, Text
 from keyhole.data.tasks.tables import spelled
 from keyhole.data.turns import Turn
 from keyhole.errors import UserError, listed
-from keyhole.model.classification import MULTI_LABEL, REGRESSION, problem_of
+from keyhole.model.structure.config_files import MULTI_LABEL, REGRESSION, problem_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -29,6 +29,8 @@ from keyhole.disk.json_text import Json, read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.source import find_directory
 
+REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
+
 LAYERS, MOST_LAYERS = ("layers", "n_layer", "num_blocks", "n_block"), 4096
 SIZES, MOST_SIZE = (
     ("_size", "_dim", "_heads", "_experts", "n_embd", "n_head", "n_inner", "d_model", "d_kv", "d_ff"),
@@ -46,6 +48,11 @@ NO_NUMBER = {"transformers_version", "_name_or_path", "_commit_hash", "architect
 def setting(config: object, key: str, default: object = None) -> Any:
     """A setting of a config that not every family has."""
     return getattr(config, key, default)
+
+
+def problem_of(config: Any) -> str:
+    """Hugging Face's problem_type: from the config, or derived from the number of labels."""
+    return config.problem_type or (REGRESSION if config.num_labels == 1 else "single_label_classification")
 
 
 def check_config_file(path: Path) -> None:
