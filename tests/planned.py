@@ -145,7 +145,9 @@ def check(*names: str) -> None:
     now = [*of_methods(names)] if names else [*of_plans()]
     was = [line for line in FILE.read_text().splitlines() if (line.split()[0] in METHODS) == bool(names)]
     was = [line for line in was if not names or line.split()[0] in names]
-    assert was == now, "\n".join(unified_diff(was, now, "tests/planned.txt", "now", n=0, lineterm=""))
+    assert was == now, "\n".join(
+        unified_diff(was, now, "tests/planned.txt", "python -m tests.planned", n=0, lineterm="")
+    )
 
 
 if __name__ == "__main__":
