@@ -292,3 +292,12 @@ def test_a_few_experts_that_are_units_of_their_own_are_refused() -> None:
     cut = streamed(whole, max_unit_numel=1, config=small)
     with pytest.raises(UserError, match="is a stack of experts, each a unit of its own"):
         keyhole.ZO(cut, 1e-3, rank=1)
+
+
+def test_the_start_block_says_how_v_is_found() -> None:
+    """At random, with the rate that suits it, or from errors."""
+    random, guided = (
+        " ".join(keyhole.ZO(load("llama"), 1e-3, rank=3, guide=n).directions.layers.describe()) for n in (None, 5)
+    )
+    assert "the best rate is about 0.75 of" in random and "errors of" not in random
+    assert "V from the errors of 5 rows" in guided and "best rate" not in guided
