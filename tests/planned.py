@@ -125,7 +125,7 @@ def of_plans() -> Iterator[str]:
             yield f"{machine} {shape}: {' '.join(f'{k}={v}' for k, v in (shown | parts).items() if v)}"
         chosen = advice.recommended(table)
         if chosen is not None:
-            said = f"{advice.settings_of(chosen, asked)}: {advice.reason(chosen, table, asked)}"
+            said = f"{advice.settings_of(chosen, asked)}: {advice.reason(chosen, table)}"
             yield f"{machine} {shape} takes {said}"
         for method in ("zo", "lomo", "lsp"):
             for change in advice.cheapest_changes(asked, method, "resident", count=9):
