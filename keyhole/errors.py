@@ -75,6 +75,13 @@ def as_user_error(said: str) -> Iterator[None]:
         raise UserError(f"{said}: {str(error).strip() or type(error).__name__}") from error
 
 
+class Closed(UserError, AttributeError):
+    """The model was closed: it, its methods and its module have nothing left."""
+
+    def __init__(self) -> None:
+        super().__init__("model: the model was closed (close(), or the end of its `with`); load it again")
+
+
 class NonFinite(UserError):
     """A loss, a gradient or a weight is NaN or infinite."""
 

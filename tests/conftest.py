@@ -19,6 +19,7 @@ import pytest
 from hypothesis import settings
 
 from keyhole.machine.host import cpu_has_bf16
+from keyhole.weak import forget_frames
 from tests.matrix import mark_the_rest
 from tests.noise import draw_once
 
@@ -214,6 +215,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest(items)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
+    """A test that has failed keeps nothing: its model, with the memory, limit and threads of that, would stay for as
+    long as pytest has the error, and for good if it were frozen meanwhile."""
+    report = yield
+    if call.excinfo is not None and not item.config.getoption("usepdb"):
+        forget_frames(call.excinfo.value)
+    return report
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports made is never garbage worth a walk: collections during the tests need not look at it again."""
     gc.enable()
@@ -226,5 +237,7 @@ def set_aside() -> Iterator[None]:
     """What a file leaves (modules that were imported on the way, tables that were made) is not walked again: the
     library collects where it gives memory back, and would walk all of it each time."""
     yield
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):  # pytest's: of a test that has failed
+        vars(sys).pop(name, None)
     gc.collect()
     gc.freeze()

@@ -103,7 +103,7 @@ def take_weights(model: keyhole.Model) -> nn.Module:
     the module can be used."""
     model.apply_deferred()
     model.engine.wait_for_homes()
-    model.patches.take_out()  # hooks would break the graphs of compiled blocks
+    model.patches.close()  # hooks would break the graphs of compiled blocks
     size, is_on_gpu = sum(home.nbytes for home in model.engine.homes), model.device.type == ACCELERATOR
     place = model.device if is_on_gpu and accelerator.mem_get_info(model.device)[0] > 1.1 * size else "cpu"
     kept = [(t.param, t.param.data.to(place, copy=True)) for t in model.layout.tensors]

@@ -206,7 +206,6 @@ def measure(names: list[str], device: str | None) -> peak_memory.Peaks:
             peak_bytes = max(0, peak_memory.resident_bytes("VmHWM") - begin_bytes)
             peaks[name] = (peak_bytes, accelerator.max_memory_allocated(model.device) if on_gpu else 0)
             model.close()
-            del model, method
         except UserError:
             continue  # the demo reports why
     return peaks

@@ -25,8 +25,9 @@ from keyhole.errors import UserError
 from keyhole.limits import Count, Seed, describe, fits
 from keyhole.loading.homes import make_engine
 from keyhole.loading.prepare import Prepared, check_source, choose_device, find_source
-from keyhole.machine.gpu import ACCELERATOR, accelerator
-from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
+from keyhole.machine.gpu import ACCELERATOR
+from keyhole.machine.held import Changes
+from keyhole.machine.settings import matmul_precision, memory_limit, progress_bars
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
 from keyhole.methods.lora.adapters import add_saved
@@ -34,14 +35,16 @@ from keyhole.methods.workload import FORWARD_ONLY, Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.source import has_adapter
 from keyhole.model.weights.read import fill_from, fill_random
-from keyhole.model.weights.small_files import SmallFiles, no_progress_bars
+from keyhole.model.weights.small_files import SmallFiles
 from keyhole.offload import arena
 from keyhole.offload.engine import EngineOptions
 from keyhole.ops.autocast import with_gradients
 from keyhole.plan.dtype import warn_if_slow
 from keyhole.ranks import Ranks
+from keyhole.weak import leaves_no_frames
 
 
+@leaves_no_frames
 def load(
     model: str | Path | PretrainedConfig,
     *,
@@ -119,7 +122,8 @@ def load(
         warn_if_slow(outline.choice, device)
         ready = outline.place(placement, gpu_memory, device, work, from_files=is_read)
         module, layout, formats, placed = ready.module, ready.layout, ready.formats, ready.placed
-        _limit_memory(changes, placed.budget_bytes, device)
+        if device.type == ACCELERATOR:  # from here on the allocator refuses what is beyond the budget
+            memory_limit(device).admit(changes, placed.budget_bytes)
         options = EngineOptions(slot_count=slot_count, overlap=overlap, reuse_slots=reuse_slots, chaos=chaos)
         engine = make_engine(ready, device, work, ranks, options)
         _move_buffers(module, device)
@@ -184,18 +188,11 @@ def _changes() -> Iterator[Changes]:
     ordinary tensors, also in the caller's inference mode: whoever loads a model there may train it elsewhere."""
     changes = Changes()
     try:
-        with no_progress_bars(), with_gradients():
+        with progress_bars().held(False), with_gradients():
             yield changes
     except BaseException:
-        changes.put_back()
+        changes.close()
         raise
-
-
-def _limit_memory(changes: Changes, budget: int | None, device: torch.device) -> None:
-    """Makes the allocator refuse allocations beyond the budget."""
-    if budget is not None and device.type == ACCELERATOR:
-        total = accelerator.get_device_properties(device).total_memory
-        changes.set(memory_fraction(device), min(1.0, budget / total))
 
 
 def _check_work(work: object) -> None:

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.machine.gpu import ACCELERATOR, accelerator
+from keyhole.machine.held import alone
 from keyhole.methods import METHODS
 from keyhole.methods.base import Skeleton
 from keyhole.methods.workload import Workload
@@ -63,7 +64,10 @@ class Source:
     ) -> "Outline":
         """The module in the dtype that was asked for, or that the method and the device can use."""
         choice = choose_dtype(dtype, self.config, device, method)
-        with torch.random.fork_rng(devices=[]):  # the model's own code initialises vectors from the global generator
+        with (
+            alone(),
+            torch.random.fork_rng(devices=[]),
+        ):  # vectors are initialised from it
             torch.default_generator.manual_seed(seed)
             module = build(self.config, choice.dtype, self.trust_remote_code, expert_units=expert_units)
         directory = None if is_classifier(self.config) else self.directory

@@ -19,29 +19,21 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+from keyhole.machine.held import Setting
 
 HEAVY = "transformers"
 INTERRUPTED = 130  # exit code
 
 
-_lock = threading.Lock()
-_open: list[bool] = []  # of every open context of any thread: whether the collector was on before it
+COLLECTOR = Setting(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
 
 
-@contextmanager
-def no_collector() -> Iterator[None]:
+def no_collector() -> AbstractContextManager[None]:
     """Turns the collector off inside the context, and on again afterwards if it was on. The collector is the process's:
     while contexts of several threads overlap, it is off until the last of them ends."""
-    with _lock:
-        _open.append(gc.isenabled())
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _lock:
-            if _open.pop() and not _open:  # the first one's
-                gc.enable()
+    return COLLECTOR.held(False)
 
 
 @contextmanager

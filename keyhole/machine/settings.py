@@ -1,70 +1,28 @@
-"""Process-wide settings that a model changes while it is open, and restores when it is closed.
+"""Settings of torch and of Hugging Face that a model changes while it is open (held.py), one for the whole process.
 
-A setting of torch (TF32, the allocator's limit, the compiler's limits) is one value for the whole process. Several
-models may change it at the same time, and may be closed in any order:
+A budget of GPU memory is a setting too. PyTorch's allocator has one limit for the process, so it is what all who share
+the process may take together:
 
-    value now   =   the value of the newest holder;   after the last holder is gone, the value before the first
+    limit   =   what others hold (tensors of the caller's, at load)   +   the budgets of the open models
 
-If other code has changed the setting meanwhile, that value is kept. docs/process.md lists the settings.
+A smaller budget of a second model thus does not bind the first, and when a model is closed the limit is computed anew.
+While a model without a budget is open, nothing is limited: it may take what is free.
 """
 
 import os
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from keyhole.errors import UserError
 from keyhole.machine.gpu import accelerator
+from keyhole.machine.held import Changes, Setting, attribute
+from keyhole.machine.sizes import about
 
 SEGMENTS = "expandable_segments"
-
-
-class Setting:
-    """One setting: how it is read and written, and its holders with their values, newest last."""
-
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-        self.read, self.write = read, write
-        self.before: object = None
-        self.ours: object = None  # the newest value, as read back (torch rounds a share to whole bytes)
-        self.holders: dict[object, object] = {}
-
-    def hold(self, holder: object, value: object) -> None:
-        """Changes the setting for a holder, until let_go."""
-        if not self.holders or self.read() != self.ours:  # changed by other code: earlier holders no longer count
-            self.before, self.holders = self.read(), {}
-        self.holders.pop(holder, None)
-        self.holders[holder] = value
-        self._change(value)
-
-    def let_go(self, holder: object) -> None:
-        """Restores the value of the newest remaining holder, or the value before the first."""
-        was_ours = holder in self.holders and self.read() == self.ours
-        self.holders.pop(holder, None)
-        if was_ours:
-            self._change(next(reversed(self.holders.values()), self.before))
-
-    def _change(self, value: object) -> None:
-        if self.read() != value:
-            self.write(value)
-        self.ours = self.read()
-
-
-class Changes:
-    """The settings that one model has changed."""
-
-    def __init__(self) -> None:
-        self.held: list[Setting] = []
-
-    def set(self, setting: Setting, value: object) -> None:
-        setting.hold(self, value)
-        self.held.append(setting)
-
-    def put_back(self) -> None:
-        """Restores all settings; safe to call again."""
-        while self.held:
-            self.held.pop().let_go(self)
+SPARED = 0.05  # share of the GPU that others may hold before a budget of all of it is refused
 
 
 @cache
@@ -90,13 +48,52 @@ def matmul_precision() -> Setting:
     return Setting(read, write)
 
 
+class MemoryLimit(Setting):
+    """The share of a GPU's memory that the process may allocate. Of each holder: its budget (None: it has none), and
+    the bytes that others held when it came."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        super().__init__(
+            lambda: accelerator.get_per_process_memory_fraction(device),
+            lambda share: accelerator.set_per_process_memory_fraction(share, device),
+        )
+
+    @property
+    def taken_bytes(self) -> int:
+        """What others held, and the budgets of the open models."""
+        shares = self.holders.values()
+        return max((others for _, others in shares), default=0) + sum(budget or 0 for budget, _ in shares)
+
+    @property
+    def left_bytes(self) -> int:
+        """The largest budget that there is room for."""
+        return int(accelerator.get_device_properties(self.device).total_memory) - self.taken_bytes
+
+    def admit(self, changes: Changes, budget: int | None) -> None:
+        """Opens a model with this budget. UserError if that cannot be kept beside the others."""
+        accelerator.empty_cache()
+        promised = sum(budget or 0 for budget, _ in self.holders.values())
+        reserved = accelerator.memory_reserved(self.device)
+        changes.set(self, (budget, max(self.taken_bytes - promised, reserved - promised)))
+        left, others = self.left_bytes, self.taken_bytes - promised - (budget or 0)
+        if left < 0 and others + promised > SPARED * (left + self.taken_bytes):
+            raise UserError(
+                f"gpu_memory: {about(budget or 0)} cannot be kept: of {about(left + self.taken_bytes)} on "
+                f"{self.device}, {about(promised)} are the budgets of models that are open, and {about(others)} are "
+                f"held by other tensors of this process; at most {about(max(0, left + (budget or 0)))} are left. Close "
+                "a model (model.close()), free tensors, or lower gpu_memory"
+            )
+
+    def wanted(self) -> Any:
+        if not self.holders or any(budget is None for budget, _ in self.holders.values()):
+            return self.before
+        return min(self.before, self.taken_bytes / (self.left_bytes + self.taken_bytes))
+
+
 @cache
-def memory_fraction(device: torch.device) -> Setting:
-    """The share of a GPU's memory that the process may allocate."""
-    return Setting(
-        lambda: accelerator.get_per_process_memory_fraction(device),
-        lambda share: accelerator.set_per_process_memory_fraction(share, device),
-    )
+def memory_limit(device: torch.device) -> MemoryLimit:
+    return MemoryLimit(device)
 
 
 @cache
@@ -115,11 +112,20 @@ def allocator() -> Setting:
     return Setting(getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: known[0]), write_all)
 
 
-@cache
 def compiler(module: str, name: str) -> Setting:
     """A setting of the compiler: `name` in `module`.config."""
-    config = import_module(f"{module}.config")
-    return Setting(lambda: getattr(config, name), lambda value: setattr(config, name, value))
+    return attribute(import_module(f"{module}.config"), name)
+
+
+@cache
+def progress_bars() -> Setting:
+    """Whether Hugging Face shows progress bars."""
+    from transformers.utils import logging
+
+    return Setting(
+        logging.is_progress_bar_enabled,
+        lambda on: logging.enable_progress_bar() if on else logging.disable_progress_bar(),
+    )
 
 
 def expandable_segments(changes: Changes) -> None:

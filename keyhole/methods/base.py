@@ -14,6 +14,7 @@ model what has happened (model/attached.py). The settings are fixed; `lr` may be
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.offload.workers import WorkerFailed
-from keyhole.ops.autocast import with_gradients, without_autocast
+from keyhole.ops.autocast import computing, with_gradients
+from keyhole.weak import Closable, leaves_no_frames
 
 State = dict[str, Any]
 Saved = MethodState  # a state as it is loaded
@@ -50,7 +52,7 @@ class Skeleton:
     blocks: list[nn.Module]
 
 
-class Method:
+class Method(Closable):
     """An update rule on a model."""
 
     row: ClassVar[Traits]
@@ -65,7 +67,9 @@ class Method:
     # Whether parameters may be frozen between its steps: it trains what gets a gradient.
     may_freeze: bool = True
     _torch_optimizer: TorchOptimizer | None = None
+    _end: weakref.finalize | None = None  # of what works for it on the host
 
+    @leaves_no_frames
     def __init__(self, model: Model | None = None, lr: float | str | None = None, **settings: Any) -> None:
         row = self.row
         if not isinstance(model, Model):
@@ -82,10 +86,12 @@ class Method:
         around = Around(model.formats.name, "stream" if model.engine.streamed else "resident")
         for key, why in self.settings.faults(around):
             raise UserError(f"{key}: {why}")
-        with with_gradients():
+        with computing(), with_gradients():
             self._setup()
 
     def __repr__(self) -> str:
+        if not vars(self):
+            return f"<{type(self).__name__}: its model was closed>"
         return f"{type(self).__name__}({self.model!r}, lr={self.lr:g})"
 
     @property
@@ -131,11 +137,13 @@ class Method:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    @leaves_no_frames
     def step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         """One update from one batch, or from the micro-batches of one step. Returns the loss, a device scalar."""
         with self._stepping():
             return self._step(batch)
 
+    @leaves_no_frames
     def backward(self, loss: torch.Tensor) -> None:
         """Instead of loss.backward(), where a method has it."""
         with self._stepping():
@@ -150,7 +158,7 @@ class Method:
         if self.model.device_weights.replacement is not None:
             raise UserError("closure: steps do not nest: a method steps inside of the closure of another step")
         self.model.check_idle()
-        with without_autocast(), with_gradients():
+        with computing(), with_gradients():
             methods.take_changes()
             self._check_parameters()
             methods.step_begins(self)
@@ -210,10 +218,17 @@ class Method:
                 "where it has one, and keeps no gradients"
             )
 
+    def close(self) -> None:
+        """Ends what works for it on the host, after the updates that are under way; so does deleting it. Flush
+        first."""
+        if self._end is not None:
+            self._end()
+
+    @leaves_no_frames
     def flush(self) -> None:
         """Applies deferred updates: afterwards the weights at home are those after the last step, and the caller may
         change them. Mixed if that step was applied in part."""
-        with with_gradients():
+        with computing(), with_gradients():
             self.model.methods.take_changes()
             self._flush()
             self.model.methods.check_whole()
@@ -234,6 +249,7 @@ class Method:
     def _named(self, state: State) -> State:
         return {METHOD: self.name, TENSORS: self.model.layout.fingerprint} | state
 
+    @leaves_no_frames
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """UserError for the state of another method or model, and for what is no state at all."""
         try:

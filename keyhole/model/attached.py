@@ -25,13 +25,16 @@ Torch does not count a change through an alias (`param.data.copy_(..)`). After a
 are therefore taken from their homes again.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
 from itertools import chain
 from operator import attrgetter, is_
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -43,10 +46,25 @@ from keyhole.model.forward.low_rank import LowRank
 from keyhole.model.spare_memory import Placed
 from keyhole.model.structure.config_files import check_loss
 from keyhole.model.structure.layout import FlatTensor
-from keyhole.ops.autocast import without_autocast
+from keyhole.ops.autocast import computing, without_autocast
 from keyhole.ranks import Ranks
+from keyhole.weak import P, R, leaves_no_frames
 
 VERSION = attrgetter("_version")
+
+
+def computes(call: Callable[P, R]) -> Callable[P, R]:
+    """A decorator of what users call of a model: it is refused, or has its turn, and an error of it keeps nothing
+    alive."""
+
+    @leaves_no_frames
+    @wraps(call)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        cast(Any, args[0]).check_idle()
+        with computing():
+            return call(*args, **options)
+
+    return checked
 
 
 class Addon(Protocol):
@@ -88,6 +106,9 @@ class Attached(Protocol):
     def addon(self) -> Addon | None:
         """None if the method trains only the model's own weights."""
 
+    def close(self) -> None:
+        """Ends what works for the method on the host."""
+
 
 class AttachedMethods:
     """The methods that were made on a model, as far as their updates are not at home yet, and the steps they made."""
@@ -103,6 +124,7 @@ class AttachedMethods:
         self.is_flushed = False  # since the last step: the caller may change weights in any way
         self.trained: weakref.WeakKeyDictionary[Attached, list[bool]] = weakref.WeakKeyDictionary()  # when it was made
         self.stepping: Attached | None = None  # within its step
+        self.process = os.getpid()
         self._turn = threading.RLock()  # held by the thread that makes a step
         self._writes = False  # the last step may still be writing homes
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
@@ -167,6 +189,7 @@ class AttachedMethods:
         homes."""
         if self._is_busy:
             return
+        self._check_process()
         if self.is_flushed and self.engine.streamed:
             self.engine.invalidate()
         if self.trained or new is not None:
@@ -272,11 +295,12 @@ class AttachedMethods:
             self._settle(pointed=not self.weights.is_plain)
 
     def _settle(self, pointed: bool) -> None:
-        self.take_changes(pointed=pointed)
-        self.apply_deferred()
-        if self.engine.gate is not None or self.engine.streamed:
-            self.engine.wait_for_homes()
-            self._writes = False
+        with nullcontext() if self._is_busy else computing():  # a step's recomputation may be in autograd's thread
+            self.take_changes(pointed=pointed)
+            self.apply_deferred()
+            if self.engine.gate is not None or self.engine.streamed:
+                self.engine.wait_for_homes()
+                self._writes = False
 
     def check_whole(self) -> None:
         """Called before weights or a state are written, or trained on: Mixed if a step was applied to a part of them.
@@ -300,7 +324,16 @@ class AttachedMethods:
         self._take_turn()
         self._turn.release()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self.process:  # of the model, a copy without its threads and without CUDA
+            raise UserError(
+                "model: this process was forked from the one that loaded the model, without its threads and without "
+                "CUDA, and cannot compute with it; load the model in the process that uses it (multiprocessing: "
+                "get_context('spawn'))"
+            )
+
     def _take_turn(self) -> None:
+        self._check_process()
         if not self._turn.acquire(blocking=False):
             raise UserError(
                 "model: another thread is in the middle of a step, which changes the weights; one thread at a time may "

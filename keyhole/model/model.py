@@ -17,27 +17,28 @@ Between sweeps every parameter points to its home, so the module can be read or 
 Without one a resident model behaves like any PyTorch module. B rows, T positions, M tokens, H width.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, overload
 
 import torch
 from torch import nn
 
 from keyhole.errors import UserError, warn
 from keyhole.machine.gpu import ACCELERATOR, accelerator
-from keyhole.machine.settings import Changes
-from keyhole.model.attached import Attached, AttachedMethods
+from keyhole.machine.held import Changes
+from keyhole.model.attached import Attached, AttachedMethods, computes
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward.binding import Binding, DeviceWeights
 from keyhole.model.forward.blocks import BlockGraphs
 from keyhole.model.forward.head import Head
-from keyhole.model.forward.hooks import Patches, install_hooks
+from keyhole.model.forward.hooks import Patches, empty, install_hooks
 from keyhole.model.forward.lockstep import Lockstep, Serve, T
 from keyhole.model.forward.pieces import compute_in_pieces
 from keyhole.model.row_rules import RowRules
@@ -49,9 +50,9 @@ from keyhole.model.weights.format import Wire
 from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
-from keyhole.ops.autocast import without_autocast
+from keyhole.ops.autocast import computing
 from keyhole.ranks import Ranks
-from keyhole.weak import weakly
+from keyhole.weak import Closable, leaves_no_frames, weakly
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -62,9 +63,8 @@ Rows = Callable[[int, torch.Tensor], torch.Tensor]
 Scores = tuple[torch.Tensor, torch.Tensor]  # of each row
 
 
-class Model:
-    """A decoder with its layout, its engine and its conductors. `dtype` is what kernels compute in; homes may hold
-    another (the wire format)."""
+class Model(Closable):
+    """A decoder. `dtype` is what kernels compute in; homes may hold another (the wire format)."""
 
     def __init__(
         self,
@@ -106,7 +106,8 @@ class Model:
         self._lockstep = Lockstep()
         self._lockstep.expect = weakly(self.expect)
         self.patches, self.changes = Patches(), changes or Changes()
-        self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
+        self.changes.callback(self.patches.close)
+        self._put_back = weakref.finalize(self, self.changes.close)
         self._put_back.atexit = False  # nothing to restore when the process ends
         foreign = frozenset(page for page in engine.shared if page % self.ranks.local_size != self.ranks.local_rank)
         self.homes = Homes(layout, engine.homes, formats, self.device, foreign, engine.parts())
@@ -131,13 +132,21 @@ class Model:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UserError("a model holds page-locked memory, and is not copied or pickled; load it again")
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
+        if not vars(self):
+            return "<Model: closed>"
         count = sum(tensor.shape.numel() for tensor in self.layout.tensors)
-        where = f"{len(self.engine.streamed)} of {len(self.layout.units)} units streamed"
-        where = where if self.engine.streamed else "resident"
-        dtype = str(self.dtype).removeprefix("torch.")
+        away = len(self.engine.streamed)
+        where = f"{away} of {len(self.layout.units)} units streamed" if away else "resident"
         source = "" if self.source is None else f", from {self.source!r}"
-        return f"<Model: {type(self.module).__name__}, {count:,} parameters, {dtype} on {self.device}, {where}{source}>"
+        about = f"{type(self.module).__name__}, {count:,} parameters, {str(self.dtype).removeprefix('torch.')}"
+        return f"<Model: {about} on {self.device}, {where}{source}>"
 
     def home(self, tensor: FlatTensor) -> torch.Tensor:
         """The parameter at its home, in the dtype of its home; for a packed unit, an unpacked copy."""
@@ -170,8 +179,7 @@ class Model:
         return evaluation.nll_by_token(self, batches)
 
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
-        """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them; for a
-        classifier its logits, [B, L]."""
+        """[N, H] hidden states at positions that predict a trained token; for a classifier its logits, [B, L]."""
         return self.head.states(batch)
 
     def conduct(self, runs: list[Callable[[], T]], serve: Serve, rows: Rows) -> list[T]:
@@ -188,8 +196,7 @@ class Model:
             self.binding.bind_homes()
 
     def check_idle(self) -> None:
-        """UserError if a pass is running: passes that are no passes of one lockstep would take each other's weights; or
-        if another thread makes a step."""
+        """UserError if a pass is running, whose weights another would take; or if another thread makes a step."""
         if self.conductor is not None:
             raise UserError(
                 "model: it is in the middle of a pass; a hook inside of it, or another thread, cannot call step, nll, "
@@ -199,9 +206,8 @@ class Model:
 
     @contextmanager
     def sweep(self, name: str, experts: bool = False) -> Iterator[None]:
-        """A context for one visit of every unit, in the order of the last sweep of this name, or of the model. experts:
-        all experts that are units of their own are visited too; otherwise they are announced when a router has chosen
-        them (`expect`)."""
+        """One visit of every unit, in the order of the last sweep of this name, or of the model. experts: all that are
+        units of their own are visited too; otherwise those that a router has chosen (`expect`)."""
         self.check_idle()
         after = [u.index for u in self.layout.head_units]
         blocks = [u.index for u in self.layout.of_kind("block") if experts or u.expert is None]
@@ -244,35 +250,31 @@ class Model:
         return self.device_weights.table_rows(ids_M, self.pinned)
 
     @overload
-    def nll(self, batch: Batch) -> Scores:
-        """Of one batch."""
+    def nll(self, batch: Batch) -> Scores: ...
 
     @overload
-    def nll(self, batch: Sequence[Batch]) -> list[Scores]:
-        """Of several."""
+    def nll(self, batch: Sequence[Batch]) -> list[Scores]: ...
 
-    @without_autocast()
+    @computes
     @torch.no_grad()
     def nll(self, batch: Batch | Sequence[Batch]) -> Scores | list[Scores]:
         """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep."""
         results = evaluation.nll_by_row(self, self.send(self.checked(batch, of_step=False), shares=True))
         return results[0] if isinstance(batch, Mapping) else results
 
-    @without_autocast()
+    @computes
     @torch.no_grad()
     def token_scores(self, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(nll_N, best_N) of each batch: the NLL of each target, and the likeliest token at its position."""
         return evaluation.token_scores(self, batches)
 
     @overload
-    def logits(self, batch: Batch) -> torch.Tensor:
-        """Of one batch."""
+    def logits(self, batch: Batch) -> torch.Tensor: ...
 
     @overload
-    def logits(self, batch: Sequence[Batch]) -> list[torch.Tensor] | list[Scores]:
-        """Of several."""
+    def logits(self, batch: Sequence[Batch]) -> list[torch.Tensor] | list[Scores]: ...
 
-    @without_autocast()
+    @computes
     @torch.no_grad()
     def logits(self, batch: Batch | Sequence[Batch]) -> torch.Tensor | list[torch.Tensor] | list[Scores]:
         """Of a batch: the logits, [B, T, V] of a decoder (the whole vocabulary, streamed like a generation) or [B, L]
@@ -285,7 +287,7 @@ class Model:
             return [self.logits(one) for one in batch]
         return evaluation.logits(self, batch)
 
-    @without_autocast()
+    @computes
     @torch.no_grad()
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: object
@@ -295,6 +297,7 @@ class Model:
 
     # -- methods ---------------------------------------------------------------------------------------------------
 
+    @computing()
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
         """Afterwards weights at home are those after the last step of every method (before_step_of: every other)."""
         if before_step_of is None:
@@ -342,6 +345,7 @@ class Model:
             elif self.ranks.is_leader:
                 yield tensor.name, 0, self.home(tensor)
 
+    @leaves_no_frames
     def save_pretrained(self, path: str | Path, tokenizer: Any = None) -> None:
         """Writes an ordinary HF directory: safetensors, and the files that were published beside the weights.
         tokenizer: one that was changed since; None takes the model's."""
@@ -354,15 +358,29 @@ class Model:
             warn(line)
 
     def close(self) -> None:
-        """Restores the process settings (machine/settings.py) and the module, and releases page-locked
-        memory; the model cannot be used afterwards. Deleting a model does the same."""
-        self._put_back()
-        if self.engine.gate is not None:
-            self.engine.gate.close()
-        if self.pinned:
-            for flat in self.host_memory():
-                arena.unpin(flat)
-            self.pinned = False
+        """Applies what is deferred (ranks do so before), ends what works on the host, restores the process's settings,
+        and gives all memory back, whoever still holds the model, its methods or its module: every later call of them is
+        refused. (Deleting the model leaves the module as Hugging Face made it.)"""
+        if not vars(self) or self.methods.process != os.getpid():  # a fork leaves all to its parent
+            return
+        self.check_idle()
+        with ExitStack() as rest:  # all of it, from the last line up, also after an error
+            rest.callback(accelerator.empty_cache)
+            rest.callback(vars(self).clear)
+            rest.callback(empty, self.module)
+            rest.callback(lambda: list(map(arena.unpin, self.host_memory())) if self.pinned else ())
+            rest.callback(self._put_back)
+            rest.callback(tuple if self.engine.gate is None else self.engine.gate.close)
+            for method in self.methods.trained:
+                rest.callback(vars(method).clear)
+                rest.callback(method.close)
+            rest.callback(*((accelerator.synchronize, self.device) if self.device.type == ACCELERATOR else (tuple,)))
+            try:
+                if not self.ranks.several:
+                    self.apply_deferred()
+                    self.engine.wait_for_homes()
+            except Exception as error:  # a step that broke cannot be completed
+                warn(f"close: the last step is not in the weights: {error}")
 
     def host_memory(self) -> list[torch.Tensor]:
         """The host memory that holds streamed homes: one tensor, or two if ranks share some of the homes."""
@@ -380,8 +398,3 @@ class Model:
     def describe(self) -> list[str]:
         """The decisions of the plan and their reasons, one line per decision."""
         return [] if self.placed is None else self.placed.reasons
-
-
-def _put_back(patches: Patches, changes: Changes) -> None:
-    patches.take_out()
-    changes.put_back()

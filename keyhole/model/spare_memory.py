@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from keyhole.machine.gpu import ACCELERATOR, accelerator
+from keyhole.machine.settings import memory_limit
 
 
 class Placed(Protocol):
@@ -67,6 +68,12 @@ class SpareMemory:
         return None if self.placed is None else self.placed.budget_bytes
 
     @property
+    def reserved_bytes(self) -> int:
+        """By the allocator for this model: without what others hold, and the budgets of other models."""
+        of_others = 0 if self.budget_bytes is None else memory_limit(self.device).taken_bytes - self.budget_bytes
+        return max(0, int(accelerator.memory_reserved(self.device)) - max(0, of_others))
+
+    @property
     def workspace_bytes(self) -> int:
         """What cuBLAS takes for the stream on which graphs are captured."""
         return 0 if self.placed is None else self.placed.workspace_bytes
@@ -92,7 +99,7 @@ class SpareMemory:
         if self.device.type != ACCELERATOR:
             return 0
         free_bytes, _ = accelerator.mem_get_info(self.device)
-        return left_of(self.placed, free_bytes, accelerator.memory_reserved(self.device), self.held.total())
+        return left_of(self.placed, free_bytes, self.reserved_bytes, self.held.total())
 
     def has(self, needed_bytes: float) -> bool:
         """Whether so many bytes are left, if need be after the allocator has given back what it does not use."""
@@ -112,7 +119,7 @@ class SpareMemory:
             yield
             return
         budget = self.budget_bytes
-        if budget is not None and accelerator.memory_reserved(self.device) + self.asked_bytes > budget:
+        if budget is not None and self.reserved_bytes + self.asked_bytes > budget:
             accelerator.empty_cache()
         before = accelerator.memory_reserved(self.device)
         try:

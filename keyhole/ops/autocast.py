@@ -1,4 +1,4 @@
-"""Disables a caller's autocast, no_grad and inference mode inside keyhole.
+"""Disables a caller's autocast, no_grad and inference mode inside keyhole, and lets one thread compute at a time.
 
 torch.autocast casts the inputs of products. A model computes entirely in the dtype that it was loaded with: steps,
 evaluation and generation run with autocast off, and restore it when they return. A step computes gradients and keeps
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from keyhole.machine.held import alone
 
 DEVICES = ("cpu", "cuda")
 
@@ -24,6 +26,13 @@ def without_autocast() -> Iterator[None]:
     finally:
         for device in on:
             torch.set_autocast_enabled(device, True)
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """A context, or a decorator, for a step, an evaluation or a generation."""
+    with alone(), without_autocast():
+        yield
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from keyhole.errors import UserError, listed, warn
 from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.probe import workspace_bytes
+from keyhole.machine.settings import memory_limit
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
 from keyhole.methods.settings import MethodSettings
@@ -200,7 +201,7 @@ def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) 
         except ValueError as error:
             raise UserError(f"gpu_memory: {gpu_memory!r} is not {error}") from error
     if placement == "auto" and device.type == ACCELERATOR:
-        return int(USABLE * accelerator.mem_get_info(device)[0])
+        return int(USABLE * max(0, min(accelerator.mem_get_info(device)[0], memory_limit(device).left_bytes)))
     return None
 
 

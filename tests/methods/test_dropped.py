@@ -69,12 +69,12 @@ def test_with_forwards_of_our_own(decoder: str) -> None:
     assert remains([load("zo", decoder)], "zo") == []
 
 
-def test_a_closed_model_leaves_its_module_as_it_was() -> None:
+def test_a_dropped_model_leaves_its_module_as_it_was() -> None:
     """No hook and no forward of ours is left in it, and it computes as Hugging Face's does."""
     model = load("zo", "opt")
     module, inputs = model.module, batch()["input_ids"]
     patched = [m for m in module.modules() if "forward" in vars(m) or m._forward_pre_hooks]
     before = module(inputs).logits
-    model.close()
+    del model
     left = [m for m in module.modules() if "forward" in vars(m) or m._forward_pre_hooks]
     assert patched and left == [] and torch.equal(module(inputs).logits, before)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from keyhole.machine.held import not_alone
 from keyhole.plan import fit
 from keyhole.ranks import Ranks
 from tests.ranks.cases import CASES, results
@@ -30,7 +31,9 @@ class Thread(Ranks):
         """Lets all others come as far as this."""
         self.turn[0] = (self.rank + 1) % self.size
         self.baton.notify_all()
-        if not self.baton.wait_for(lambda: self.turn[0] in (self.rank, -1), timeout=60) or self.turn[0] == -1:
+        with not_alone():
+            came = self.baton.wait_for(lambda: self.turn[0] in (self.rank, -1), timeout=60)
+        if not came or self.turn[0] == -1:
             raise RuntimeError("another rank has failed, or makes other calls")
 
     def objects(self, x: T) -> list[T]:

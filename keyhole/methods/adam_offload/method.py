@@ -55,6 +55,7 @@ class AdamOffload(GradientMethod, Sink):
 
     row = ADAM_OFFLOAD
     settings: AdamOffloadConfig
+    _end: weakref.finalize
 
     def _setup(self) -> None:
         model, own = self.model, self.settings
@@ -231,10 +232,6 @@ class AdamOffload(GradientMethod, Sink):
         self.exchange.drain()
         self.model.engine.invalidate()
         self._took_weights()
-
-    def close(self) -> None:
-        """Ends the worker, after the updates that are under way; so does deleting the method. (Ranks flush first.)"""
-        self._end()
 
 
 class AdamParts(shards.GradientParts):

@@ -31,6 +31,7 @@ from keyhole.disk.json_text import read_json
 from keyhole.disk.weight_files import open_shard, tensors_in
 from keyhole.errors import UserError
 from keyhole.limits import Rank, describe, fits
+from keyhole.machine.held import alone
 from keyhole.methods.base import Saved, Skeleton, State
 from keyhole.methods.by_torch import load_optimizer, optimizer_state
 from keyhole.methods.lora.adapted_linear import ADAPTER, use_products
@@ -225,7 +226,7 @@ def inject(base: Base, config: Any, seed: int, freezes: bool = False) -> Adapter
     held = nn.ModuleDict({"held": base.module})  # for some HF models peft would adapt experts that were not named
     inside = copy.copy(config)
     inside.target_modules = [f"held.{name}" for name in config.target_modules]
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with alone(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft warns that a Conv1D is transposed, and handles it
         torch.default_generator.manual_seed(seed)
         try:

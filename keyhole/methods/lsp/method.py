@@ -56,6 +56,7 @@ class LSP(GradientMethod):
 
     row = ROW
     settings: LSPConfig
+    _end: weakref.finalize
 
     def _setup(self) -> None:
         model, own = self.model, self.settings
@@ -221,10 +222,6 @@ class LSP(GradientMethod):
             for key, moment in zip(MOMENTS, place.of(target), strict=True):
                 moment.copy_(state[f"{target.name}/{key}"])
             place.counts[target.name].fill_(int(state[f"{target.name}/step"]))
-
-    def close(self) -> None:
-        """Ends the worker. Flush first."""
-        self._end()
 
 
 def _end(host: HostAdam | None, engine: Engine, arrival: object) -> None:

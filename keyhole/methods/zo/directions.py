@@ -29,6 +29,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.machine.held import not_alone
 from keyhole.methods.base import Saved, State
 from keyhole.methods.zo.estimators import Looks, Pair
 from keyhole.methods.zo.low_rank.factors import Factors
@@ -243,7 +244,9 @@ def losses_at_looks(closure: Closure, directions: Dense, pairs: list[Pair]) -> t
     for number, pair in enumerate(pairs):
         for side in range(pair.looks):
             with directions.at_look(number, pair, side) as replacement:
-                losses.append(_number(closure(), directions.model.device))
+                with not_alone():  # it may wait for a thread that computes with another model
+                    found = closure()
+                losses.append(_number(found, directions.model.device))
             if not replacement.is_used and torch.isfinite(losses[-1]):  # else there is no update
                 raise UserError(
                     "closure: it has evaluated nothing at the perturbed weights, and its number says nothing of them; "

@@ -32,10 +32,12 @@ from torch.autograd.graph import Node
 from torch.nn import functional as F
 
 from keyhole.machine.gpu import ACCELERATOR, accelerator
+from keyhole.machine.held import Changes, Setting, attribute
 
 TILE = 128  # keys of one tile, at least
 DEPTH = 4  # of a graph in which the attention's node is looked for: its output may be a part of a padded one
 HALVES = (torch.bfloat16, torch.float16)
+CUDNN = Setting(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp)
 
 
 class _Before:
@@ -52,25 +54,20 @@ def exact_attention(device: torch.device, longest: int) -> Iterator[None]:
     if device.type != ACCELERATOR or longest <= TILE:
         yield
         return
-    settings: Any = torch.utils.deterministic
     flags, before = torch.backends.cuda, F.scaled_dot_product_attention  # ours, in a context within another
-    cudnn, fills = flags.cudnn_sdp_enabled(), settings.fill_uninitialized_memory
     _Before.attention = _Before.attention if before is attention else before
     _Before.deterministic = torch.are_deterministic_algorithms_enabled()
     _Before.warns = torch.is_deterministic_algorithms_warn_only_enabled()
     ampere = accelerator.is_initialized() and accelerator.get_device_capability(device) >= (8, 0)
     _Before.flash = ampere and flags.flash_sdp_enabled()
     others = flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled() or flags.math_sdp_enabled()
-    flags.enable_cudnn_sdp(cudnn and not others)  # a user may have chosen cuDNN's alone (sdpa_kernel)
-    settings.fill_uninitialized_memory = False
-    F.scaled_dot_product_attention = attention
-    try:
+    with Changes() as changes:
+        changes.callback(_reset)
+        if others:  # a user may have chosen cuDNN's alone (sdpa_kernel)
+            changes.set(CUDNN, False)
+        changes.set(attribute(torch.utils.deterministic, "fill_uninitialized_memory"), False)
+        changes.set(attribute(F, "scaled_dot_product_attention"), attention)
         yield
-    finally:
-        F.scaled_dot_product_attention = before
-        settings.fill_uninitialized_memory = fills
-        flags.enable_cudnn_sdp(cudnn)
-        _reset()
 
 
 def _set(*unused: object) -> None:

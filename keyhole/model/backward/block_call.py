@@ -37,7 +37,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from keyhole.errors import UserError
-from keyhole.machine.settings import Changes, compiler
+from keyhole.machine.held import Changes
+from keyhole.machine.settings import compiler
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.backward.recompute import linears_offer
 from keyhole.model.forward.blocks import prepare_compiling

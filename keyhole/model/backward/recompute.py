@@ -29,6 +29,7 @@ if dx is not needed. The weight itself gets no gradient.
 Legend: M tokens, O outputs, I inputs.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from keyhole.machine.held import attribute
 from keyhole.model.forward.hooks import replaced_forwards
 
 # (weight, dy_MO, x_MI, used_once) -> whether it accepts. used_once: no other call in the block uses the weight.
@@ -136,7 +138,7 @@ class Recompute:
 
 AddressReceiver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (w_OI, dy_MO, x_MI)
 TELLS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-_receivers: list[AddressReceiver | None] = []  # the last one is current
+_receivers: list[tuple[int, AddressReceiver | None]] = [(0, None)]  # with their threads; the last is current
 _anchors: dict[torch.device, torch.Tensor] = {}
 
 
@@ -154,7 +156,7 @@ def _linear_shape(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anch
 def _linear_reverse(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         dx = dy @ w
-        receiver = _receivers[-1]
+        receiver = _receivers[-1][1]
         assert receiver is not None, "no backward pass is running"
         receiver(w, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
     return dx, torch.zeros(1, device=dy.device)
@@ -182,7 +184,13 @@ _linear.register_autograd(_reverse, setup_context=_setup)
 
 
 def _linear_forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    if layer.weight.requires_grad and type(layer) is nn.Linear:
+    # of what was not compiled, only the model's own layers offer, not those that another thread trains by itself
+    own = (
+        torch.compiler.is_compiling()
+        or _receivers[-1][0] == threading.get_ident()
+        or torch._C._current_graph_task_id() != -1
+    )
+    if own and layer.weight.requires_grad and type(layer) is nn.Linear:
         return torch.ops.keyhole.linear(x, layer.weight, layer.bias, _anchors[x.device])
     return F.linear(x, layer.weight, layer.bias)
 
@@ -196,12 +204,10 @@ def linears_offer(device: torch.device | None, receiver: AddressReceiver | None 
         return
     if device not in _anchors:  # must not be created inside compiled code
         _anchors[device] = torch.zeros(1, device=device, requires_grad=True)
-    linear: Any = nn.Linear
-    before, linear.forward = linear.forward, _linear_forward
-    _receivers.append(receiver)
+    _receivers.append((threading.get_ident(), receiver))
     try:
-        yield
+        with attribute(nn.Linear, "forward").held(_linear_forward):
+            yield
     finally:
         _receivers.pop()
         _anchors[device].grad = None
-        linear.forward = before

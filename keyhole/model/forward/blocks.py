@@ -42,7 +42,8 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.machine.settings import Changes, compiler
+from keyhole.machine.held import Changes
+from keyhole.machine.settings import compiler
 from keyhole.model.recorder import (
     Recorder,
     UsersHooks,

@@ -21,14 +21,15 @@ counting frees it at once. The list holds weak references to modules.
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from keyhole.errors import Closed, UserError
 from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import Unit
@@ -89,16 +90,34 @@ def install_hooks(model: Any) -> None:
     model.patches.before_state_dict(model.module, weakly(model.methods.settle))
 
 
-class Patches:
-    """The patches in the modules of one model."""
+class _BeforeStateDict:
+    """A hook before the state_dict of a module: calls once, however many modules the state_dict is of. With it in the
+    module, pickle says what to do instead; a deep copy shares it."""
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def __call__(self, *unused: object) -> None:
+        if not _is_nested():
+            self.call()
+
+    def __deepcopy__(self, memo: object) -> "_BeforeStateDict":
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UserError(
+            "model.module: it has hooks of keyhole's, and is not pickled. For another process, save it by "
+            "model.save_pretrained(path) and load that there; its weights alone are model.module.state_dict()"
+        )
+
+
+class Patches(ExitStack):
+    """The patches in the modules of one model; `close` removes them, and is safe to call again."""
 
     def pre_hook(self, module: nn.Module, hook: Callable) -> None:
         """Calls `hook` before the module's forward."""
         handle: RemovableHandle = module.register_forward_pre_hook(hook)
-        self._undo.append(handle.remove)
+        self.callback(handle.remove)
 
     def before_saving(self, module: nn.Module, hook: Callable[[], None]) -> None:
         """Calls `hook` before the module's own save_pretrained, unless that is given the tensors to save."""
@@ -118,16 +137,15 @@ class Patches:
                 alive.__dict__.pop("save_pretrained", None)
 
         module.save_pretrained = save_pretrained  # type: ignore[assignment]
-        self._undo.append(undo)
+        self.callback(undo)
 
     def before_state_dict(self, module: nn.Module, hook: Callable[[], None]) -> None:
         """Calls `hook` before the state_dict of the module or of any module in it, once, and before its
         load_state_dict."""
-        handles: list[RemovableHandle] = [
-            one.register_state_dict_pre_hook(lambda *args: None if _is_nested() else hook()) for one in module.modules()
-        ]
-        handles.append(module.register_load_state_dict_pre_hook(lambda *args: hook()))
-        self._undo += [handle.remove for handle in handles]
+        before = _BeforeStateDict(hook)
+        for one in module.modules():
+            self.callback(one.register_state_dict_pre_hook(before).remove)
+        self.callback(module.register_load_state_dict_pre_hook(lambda *args: hook()).remove)
 
     def forward(self, module: nn.Module, forward: Callable) -> None:
         """Replaces the forward of this one module."""
@@ -140,12 +158,22 @@ class Patches:
                     alive.forward = before
 
         module.forward = forward
-        self._undo.append(undo)
+        self.callback(undo)
 
-    def take_out(self) -> None:
-        """Removes all patches; safe to call again."""
-        while self._undo:
-            self._undo.pop()()
+
+def empty(module: nn.Module) -> None:
+    """Takes the memory of a module whose model is closed, and makes every call of it say so."""
+
+    def refuse(*unused: object, **options: object) -> NoReturn:
+        raise Closed
+
+    for part in module.modules():
+        for own in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            own.data, own.grad = torch.zeros((), dtype=own.dtype).expand(own.shape), None
+        part.register_forward_pre_hook(refuse)
+        part.register_state_dict_pre_hook(refuse)
+    module.register_load_state_dict_pre_hook(refuse)
+    module.save_pretrained = refuse  # type: ignore[assignment]
 
 
 def _is_nested() -> bool:

@@ -17,8 +17,6 @@ without them: then there are no counts, and the formulas use those of a Llama bl
 its counts are first asked for: a tenth of a second, or more where products of 16 bit are slow.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +26,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from keyhole.machine.held import in_this_thread
 from keyhole.model.structure.reach import LONG, SHORT, call_of, is_matrix
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
@@ -71,7 +70,7 @@ def _count(block: nn.Module, args: tuple, kwargs: dict[str, object]) -> BlockCou
     each = hidden.numel() // hidden.shape[-1] * hidden.element_size()
     shared = {id_of(x) for x in tensors if x is not hidden}
     counter = _Counter()
-    with _one_attention_kernel():
+    with in_this_thread(nn.functional, "scaled_dot_product_attention", lambda *args, **_: _Attention.apply(*args[:3])):
         with counter:
             kept = _kept(block, _weights(block, frozen=False), args, kwargs, shared)
         kept_frozen = _kept(block, _weights(block, frozen=True), args, kwargs, shared)
@@ -142,13 +141,3 @@ class _Attention(torch.autograd.Function):
         output = torch.empty_like(q)
         ctx.save_for_backward(q, k, v, output)
         return output
-
-
-@contextmanager
-def _one_attention_kernel() -> Iterator[None]:
-    usual = nn.functional.scaled_dot_product_attention
-    nn.functional.scaled_dot_product_attention = lambda q, k, v, *args, **kwargs: _Attention.apply(q, k, v)
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = usual

@@ -31,6 +31,7 @@ trains").
 """
 
 import json
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from keyhole.errors import UserError
+from keyhole.machine.held import alone
 
 SHORT, LONG = 16, 512  # tokens in the row; some parts are used only by long rows
 LARGE = 2**16  # values of constants with more elements than this are not computed
@@ -184,12 +186,13 @@ class _Watch(TorchDispatchMode):
     def forward(self, length: int) -> str:
         """Runs the module on a row of tokens; returns the reason if it failed."""
         ids = torch.arange(length)[None] % min(64, self.module.get_input_embeddings().weight.shape[0])
-        self.entered = []
+        self.entered, self.thread = [], threading.get_ident()
         takes = signature(self.module.forward).parameters
         has_cache = "use_cache" in takes or any(one.kind == one.VAR_KEYWORD for one in takes.values())
         without_cache = {"use_cache": False} if has_cache else {}
         try:
             with (
+                alone(),
                 torch.no_grad(),
                 warnings.catch_warnings(),
                 register_module_forward_pre_hook(self._enter),  # knows which modules are being called
@@ -203,11 +206,14 @@ class _Watch(TorchDispatchMode):
         return ""
 
     def _enter(self, part: nn.Module, args: tuple) -> None:
+        if threading.get_ident() != self.thread:  # a module of the caller's: these hooks are called for all
+            return
         self.entered.append(part)
         self.reached.update(id(param) for param in part._parameters.values() if param is not None)
 
     def _leave(self, part: nn.Module, args: tuple, output: object) -> None:
-        self.entered.pop()
+        if threading.get_ident() == self.thread:
+            self.entered.pop()
 
     def _note_use(self, param: nn.Parameter) -> None:
         self.reached.add(id(param))

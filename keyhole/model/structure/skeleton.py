@@ -12,8 +12,7 @@ requested head (model/classification.py). Transformers also builds a "causal" mo
 
 import copy
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError, as_user_error
+from keyhole.machine.held import alone, in_this_thread
 from keyhole.model.structure.config_files import check_config_file, check_implementation, setting
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import mark_use
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
 
 
-@contextmanager
-def _matrices_on_meta() -> Iterator[None]:
+def _matrices_on_meta() -> AbstractContextManager[None]:
+    """A context in which this thread makes matrices without memory; modules that others build are theirs."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -43,11 +43,7 @@ def _matrices_on_meta() -> Iterator[None]:
             param = empty
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return in_this_thread(nn.Module, "register_parameter", register_on_meta)
 
 
 def read_config(
@@ -149,6 +145,7 @@ def auto_class(config: object) -> "type[PreTrainedModel]":
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
 
 
+@alone()  # Transformers changes torch's default dtype meanwhile
 def build(
     config: "PretrainedConfig", dtype: torch.dtype, trust_remote_code: bool = False, *, expert_units: bool = True
 ) -> nn.Module:

@@ -39,12 +39,13 @@ from keyhole.disk.files import flush, flush_all, staged
 from keyhole.disk.tensors import SHARD_BYTES, Files, Ranges, Spec, create, fill, lay_out, one_file
 from keyhole.disk.weight_files import INDEX, stored_weights
 from keyhole.errors import NonFinite, UserError
+from keyhole.machine.settings import progress_bars
 from keyhole.model.model import Model
 from keyhole.model.structure.config_files import make_writable, setting
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.structure.source import OF_ADAPTER
 from keyhole.model.weights.format import PACKED
-from keyhole.model.weights.small_files import CONFIG, GENERATION, TEMPLATE, no_progress_bars, written
+from keyhole.model.weights.small_files import CONFIG, GENERATION, TEMPLATE, written
 
 
 def save_model(model: Model, path: Path, merged: bool = True, tokenizer: Any = None) -> list[str]:
@@ -77,7 +78,7 @@ def write_files(model: Model, path: Path, merged: bool = True, tokenizer: Any = 
     tensors = chain(finite(model.named_tensors(merged)), saved_buffers(model.module).items())
     if names is None:
         make_writable(setting(model.module, "generation_config"))
-        with torch.no_grad(), no_progress_bars():
+        with torch.no_grad(), progress_bars().held(False):
             model.module.save_pretrained(path, state_dict=dict(tensors), max_shard_size=SHARD_BYTES)
         for file in {file.name for file in path.iterdir()} - stored_weights(path) - {INDEX}:
             (path / file).unlink()

@@ -28,7 +28,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -41,6 +41,7 @@ from keyhole.disk.files import read_small
 from keyhole.disk.json_text import ABSENT, LIMIT_BYTES, Json, edited, read_json
 from keyhole.disk.weight_files import weight_files
 from keyhole.errors import UserError, listed
+from keyhole.machine.settings import progress_bars
 from keyhole.model.structure.config_files import TOKENS, make_writable, read_generation_config, setting
 from keyhole.model.structure.source import OBJECTS, TOKENIZER_FILES, module_folders
 
@@ -240,21 +241,9 @@ def _edits_of_tokenizer(published: SmallFiles, tokenizer: Any, known: Any) -> It
             yield SPECIAL_TOKENS, (key,), value
 
 
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """A context in which Hugging Face shows no progress bars."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()
-
-
 def by_transformers(module: Any, tokenizer: Any) -> dict[str, bytes]:
     """The files that Transformers writes for a module, a tokenizer or both, without weights."""
-    with tempfile.TemporaryDirectory() as place, no_progress_bars():
+    with tempfile.TemporaryDirectory() as place, progress_bars().held(False):
         path = Path(place)
         if module is not None:
             make_writable(setting(module, "generation_config"))
