@@ -26,7 +26,7 @@ from keyhole.limits import Count, Seed, describe, fits
 from keyhole.loading.homes import make_engine
 from keyhole.loading.prepare import Prepared, check_source, choose_device, find_source
 from keyhole.machine.gpu import ACCELERATOR
-from keyhole.machine.held import Changes
+from keyhole.machine.held import Changes, alone
 from keyhole.machine.settings import matmul_precision, memory_limit, progress_bars
 from keyhole.machine.text import counted
 from keyhole.methods import METHODS
@@ -45,6 +45,7 @@ from keyhole.weak import leaves_no_frames
 
 
 @leaves_no_frames
+@alone()  # meanwhile Transformers changes the default dtype for all threads
 def load(
     model: str | Path | PretrainedConfig,
     *,

@@ -64,10 +64,7 @@ class Source:
     ) -> "Outline":
         """The module in the dtype that was asked for, or that the method and the device can use."""
         choice = choose_dtype(dtype, self.config, device, method)
-        with (
-            alone(),
-            torch.random.fork_rng(devices=[]),
-        ):  # vectors are initialised from it
+        with alone(), torch.random.fork_rng(devices=[]):  # vectors are drawn by the global one
             torch.default_generator.manual_seed(seed)
             module = build(self.config, choice.dtype, self.trust_remote_code, expert_units=expert_units)
         directory = None if is_classifier(self.config) else self.directory

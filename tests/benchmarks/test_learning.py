@@ -25,5 +25,5 @@ def test_every_run_is_a_comparison(name: str, tmp_path: Path) -> None:
     words = learning.write([name], args, 1.0)
     groups, _ = plan(read_comparison(Path(words[1]), words[2:]), lambda model: None)
     _, seeds, settings = learning.RUNS[name]
-    rates = settings["learning_rate"]
+    rates = settings.get("learning_rate")  # by default the method's
     assert sum(len(group.trials) for group in groups) == len(seeds) * (len(rates) if isinstance(rates, list) else 1)

@@ -127,7 +127,9 @@ def fill_random(model: Model, std: float, seed: int, only: list[FlatTensor] | No
                 target.copy_(tensor.param.data)
                 return
             for part in target.view(-1).split(CHUNK):
-                drawn = torch.empty(part.numel(), device=device).normal_(0.0, std, generator=generator)
+                drawn = torch.empty(part.numel(), dtype=torch.float32, device=device).normal_(
+                    0.0, std, generator=generator
+                )
                 part.copy_(drawn.to(part.dtype))  # converted on the device: copy_ would convert on the host, slowly
 
         model.homes.fill(tensor, draw, draw if len(tensor.shape) > 1 else None)

@@ -146,7 +146,7 @@ def test_target_modules_are_checked_and_counted() -> None:
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is the command that installs it."""
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"keyhole\[lora\]"):
+    with pytest.raises(UserError, match=r"pip install peft"):
         LoRA(load())
 
 
