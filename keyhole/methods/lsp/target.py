@@ -22,6 +22,7 @@ space.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from keyhole.model.backward.sink import tensors_of
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.arguments import Number
+from keyhole.ops.lsp.blocks import is_one_stage
 from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
 
 SEEDS = 1 << 20  # maximum number of projectors per target in a run
@@ -63,6 +65,11 @@ class Target:
         """Its projectors, if it is not plain."""
         assert self.p is not None and self.q is not None
         return self.p, self.q
+
+    @cached_property
+    def is_one_stage(self) -> bool:
+        """Whether a kernel updates it: later projectors have the shape of the first."""
+        return self.p is None or is_one_stage(*self.pair)
 
     @property
     def identity(self) -> tuple[float, ...]:

@@ -43,7 +43,6 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.homes import view
 from keyhole.ops.arguments import Number
-from keyhole.ops.lsp.blocks import is_one_stage
 
 
 @dataclass
@@ -300,7 +299,7 @@ class SubspaceUpdates(GradientSink):
         among them), and kernels read them (those of free projectors do not)."""
         plain = (target for target in update.targets if target.p is None)
         fits = update.step is self.current and not any(self._decay_of(target) for target in plain)
-        fits = fits and all(is_one_stage(*target.pair) for target in update.targets if target.p is not None)
+        fits = fits and all(target.is_one_stage for target in update.targets)
         return self.numbers if fits else None
 
     def _apply(
