@@ -1,4 +1,6 @@
-"""Update rules: a folder per method (base.py             the class that a method implements
+"""Update rules: a folder per method, and what they share.
+
+base.py             the class that a method implements
 settings.py         what a method's settings are, and what follows from them
 traits.py           the row by which all other code knows a method
 workload.py         what formulas of bytes and FLOPs are asked: a step, and the device that it runs on
