@@ -1,19 +1,22 @@
 """A step of every method with gradients, block by block: one rank's share of the micro-batches, forward, backward,
-update. (Method.step in base.py checks the batch and what a caller may not do, then calls `_step`.)
+update. (Method.step in base.py takes up or refuses what a caller has changed, then calls `_step`.)
 
     settle      what other methods have deferred is applied to the weights
     share       this rank's micro-batches, all of one step (shards.py); a rank without any repeats one with weight 0
     forward     all micro-batches pass each block; the loss is the mean over all trained tokens (or questions) of all
                 ranks, so several micro-batches are one large batch
-    update      the method's part: it runs one backward pass or more (model/backward/reverse.py). Each hands every
-                complete gradient of a trained weight, perhaps as two factors, to a sink (model/backward/sink.py),
-                which uses it there and then (LOMO), passes it to the host, which updates while the pass goes on and
-                until the next forward (adam-offload), or adds it to .grad (LoRA). A rule that must know a norm of all
-                gradients first (clipping), or scales the loss (float16), takes a pass more
+    update      the method's part: it runs one backward pass or more over that one forward (model/backward/reverse.py).
+                Each hands every gradient of a trained weight, summed over the micro-batches, perhaps as two factors, to
+                a sink, an object of the method's (model/backward/sink.py). It changes the weight there and then, and
+                the block goes home when its last gradient was used (LOMO); or passes the gradient to the host, which
+                updates while the pass goes on and until the next forward (adam-offload); or adds it to .grad (LoRA).
+                To clip by the norm of all gradients, LOMO makes a pass first that changes nothing (also in float16, to
+                see an overflow); for adam-offload updates wait for the norm; LoRA has every .grad
 
 Gradients are of this rank's share: the method adds those of all ranks where it has them. Nothing here looks for
-numbers that are not finite: `_update` does, before it changes a weight where it can. A method makes its passes in its
-`_setup` (`_differentiate`), defines `_update`, and what it keeps between steps (base.py).
+numbers that are not finite: `_update` does. Where a norm is known first, nothing has changed by then; in a single pass
+the blocks above are updated already (`is_whole` is false then, and nothing is saved). A method makes the objects that
+run its passes in its `_setup` (`_differentiate`), defines `_update`, and what it keeps between steps (base.py).
 """
 
 from collections.abc import Sequence
