@@ -82,6 +82,7 @@ class KeyholeMixin(Base):
             options["processing_class"] = self.keyhole.tokenizer
         self._collected: list[dict[str, torch.Tensor]] = []
         self._uncounted: int | None = None  # steps counted at the last update
+        self._skips: torch.Tensor | bool = False  # whether the loss of the last step is not finite
         self._skipped: torch.Tensor | int = 0  # steps whose loss was not finite, and that nobody was told of
         self._trained: list[str] = []  # what was trained when the method was made
         self._checkpoint: State | None = None  # of the checkpoint that is being loaded
@@ -140,7 +141,8 @@ class KeyholeMixin(Base):
         batches, self._collected = self._collected, []
         self._uncounted = self.state.global_step
         loss = self.method.step(batches).detach()
-        self._skipped = self._skipped + ~torch.isfinite(loss)  # on the device: nothing waits for it
+        self._skips = ~torch.isfinite(loss)  # on the device: nothing waits for it
+        self._skipped = self._skipped + self._skips
         return loss.to(self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
@@ -212,6 +214,9 @@ class KeyholeMixin(Base):
         if self._uncounted == self.state.global_step:
             self.control.should_save = True
             checkpoints.drop_begun(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self._uncounted}"))
+            return
+        if bool(self._skips):
+            warn(f"step {self.state.global_step}: its loss is NaN or infinite, so it is not saved, and none is deleted")
             return
         super()._save_checkpoint(model, trial)
 

@@ -61,8 +61,8 @@ def test_a_last_step_in_part_raises(tiny_model: Path, tmp_path: Path, batches: l
 def test_steps_that_learn_nothing_are_told(
     tiny_model: Path, tmp_path: Path, batches: list[Any], spoilt: str, says: str
 ) -> None:
-    """A loss of NaN, and labels of which none is trained."""
-    made = trainer(tiny_model, tmp_path, batches, max_steps=3, logging_strategy="no")
+    """A loss of NaN, from which nothing is saved in place of the sound checkpoint; labels of which none is trained."""
+    made = trainer(tiny_model, tmp_path, batches, **HOW, logging_strategy="no")
     steps = [dict(batch) for batch in batches]
     made.train_dataset = steps if spoilt == "norm" else [one | {"labels": one["labels"] * 0 - 100} for one in steps]
 
@@ -75,3 +75,5 @@ def test_steps_that_learn_nothing_are_told(
         warnings.simplefilter("always")
         made.train()
     assert any(says in str(one.message) for one in found)
+    kept = [path.name for path in tmp_path.glob("checkpoint-*")]
+    assert kept == ["checkpoint-1" if spoilt == "norm" else "checkpoint-3"]
