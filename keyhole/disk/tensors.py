@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from keyhole.disk.json_text import Json
-from keyhole.disk.weight_files import KINDS, open_shard, tensors_in
+from keyhole.disk.weight_files import KINDS, has_weights, open_shard, stored_tensors, tensors_in
 
 PIECE_BYTES = 64 * 2**20
 SHARD_BYTES = 2 * 10**9
@@ -34,6 +34,13 @@ DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+
+
+def first_dtype(directory: Path) -> torch.dtype | None:
+    """That of the first weight in the files, which Transformers takes too where the config names none."""
+    found = stored_tensors(directory).values() if has_weights(directory) else ()
+    name = next((each.dtype for each in found if each.is_number and not each.form), None)
+    return next((dtype for dtype, known in DTYPES.items() if known == name), None)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from keyhole import assets
+from keyhole.disk.tensors import first_dtype
 from keyhole.errors import UserError
 from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.held import alone
@@ -63,7 +64,8 @@ class Source:
         seed: int = 0,
     ) -> "Outline":
         """The module in the dtype that was asked for, or that the method and the device can use."""
-        choice = choose_dtype(dtype, self.config, device, method)
+        in_files = None if self.weights is None or self.config.dtype is not None else first_dtype(self.weights)
+        choice = choose_dtype(dtype, self.config, device, method, in_files)
         with alone(), torch.random.fork_rng(devices=[]):  # vectors are drawn by the global one
             torch.default_generator.manual_seed(seed)
             module = build(self.config, choice.dtype, self.trust_remote_code, expert_units=expert_units)

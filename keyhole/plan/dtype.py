@@ -1,7 +1,8 @@
 """Which dtype a model is computed in, and why.
 
 An explicit dtype is used as given. If it is null in the config, the dtype that the model's config.json names is used
-(the start block says so if its files hold more bits), except where that would silently fail:
+(the start block says so if its files hold more bits), or, if it names none, that of the first weight; except where that
+would silently fail:
 
     float16, for a method without loss scaling    small gradients are rounded to 0 and sums overflow: bfloat16
     bfloat16, on a CPU without bf16 arithmetic    each product is emulated, a hundred times slower: float32
@@ -43,13 +44,16 @@ def choose_dtype(
     config: PretrainedConfig | None,
     device: torch.device | None = None,
     method: str | None = None,
+    in_files: torch.dtype | None = None,
 ) -> DtypeChoice:
-    """asked: a dtype, None for the one of the model's files, or "auto" for one that the method and device can use."""
+    """asked: a dtype, None for the one of the model's files, or "auto" for one that the method and device can use.
+    in_files: of the weights, if that is known."""
     if asked is not None and asked != AUTO:
         dtype = _known(DTYPES.get(asked, asked) if isinstance(asked, str) else asked)
         slow = f"; warning: {SLOW}, and float32 is much faster here" if _is_slow(dtype, device) else ""
         return DtypeChoice(dtype, f"as asked{slow}")
-    stored = getattr(config, "dtype", None)
+    named = getattr(config, "dtype", None)
+    stored = in_files if named is None else named
     if stored is None:
         return DtypeChoice(torch.float32, "since the model's config names none")
     stored = _known(stored, " (of the checkpoint, by its config.json)")
@@ -60,7 +64,7 @@ def choose_dtype(
         return DtypeChoice(wide, f"since the model's files hold float16 and {method} has no loss scaling for it")
     if asked == AUTO and _is_slow(stored, device):
         return DtypeChoice(torch.float32, f"since {SLOW}, in which the model's files are")
-    return DtypeChoice(stored, "as the model's config.json says")
+    return DtypeChoice(stored, "as the model's files are" if named is None else "as the model's config.json says")
 
 
 def check_trainable(dtype: torch.dtype, method: str) -> None:

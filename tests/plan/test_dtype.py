@@ -1,11 +1,13 @@
 """The dtype that a run computes in when it is left to us, and what is refused."""
 
+import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import keyhole
 from keyhole.cli import main
@@ -42,6 +44,18 @@ def test_left_to_us_it_is_one_that_the_method_and_the_cpu_can_use(method: str, h
 def test_what_is_asked_for_is_taken_and_a_slow_one_is_said(has_bf16: bool) -> None:
     asked = choose_dtype("bfloat16", SimpleNamespace(dtype=torch.float32), CPU)
     assert asked.dtype == torch.bfloat16 and ("warning: this CPU has no arithmetic" in str(asked)) != has_bf16
+
+
+def test_where_the_config_names_none_it_is_that_of_the_files(tiny_model: Path, tmp_path: Path) -> None:
+    """As Transformers does."""
+    path = tmp_path / "model"
+    keyhole.load(tiny_model, device="cpu", dtype="float16").save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    names = {"dtype", "torch_dtype"}
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in names}))
+    model = keyhole.load(path, device="cpu")
+    assert model.dtype == AutoModelForCausalLM.from_pretrained(path).dtype == torch.float16
+    assert choose_dtype(None, SimpleNamespace(dtype=None)).dtype == torch.float32
 
 
 def test_a_model_for_a_loop_of_ones_own_warns_where_the_dtype_is_slow(tiny_model: Path, has_bf16: bool) -> None:
