@@ -181,13 +181,9 @@ class Native:
             self.masters or self.own, lr=lr, **options
         )  # with hooks, it finds no gradients
         self.beta = torch.zeros((), device=self.device)
-        rule = (
-            None
-            if optimizer == "SGD"
-            else torch.compile(adalomo_, backend="inductor" if compile is True else compile)
-            if compile
-            else adalomo_
-        )
+        rule: Callable[..., None] | None = None if optimizer == "SGD" else adalomo_
+        if rule is not None and compile:
+            rule = torch.compile(rule, backend="inductor" if compile is True else compile)
         for param in self.own if hook else ():
             param.register_post_accumulate_grad_hook(
                 partial(update_at_once, rule, [torch.zeros(n, device=self.device) for n in param.shape], self.beta, lr)

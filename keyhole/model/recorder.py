@@ -85,7 +85,7 @@ class Recorder:
         self.places: dict[Hashable, _Place] = {}
         self.fixed: set[int] = set()  # their addresses
         self.results: dict[Hashable, torch.Tensor] = {}  # flat memory for results of graphs
-        self.at: set[int] = set()  # its addresses
+        self.at: dict[int, int] = {}  # address -> bytes, of all of it that a graph may still write to
 
     def is_due(self, kind: Hashable) -> bool:
         """Counts a call; whether it is to be captured or replayed."""
@@ -117,8 +117,8 @@ class Recorder:
             return None
         finally:
             accelerator.synchronize(self.device)
-            places = [place.memory for place in self.places.values()]
-            self.spare.held["static memory"] = sum(memory.nbytes for memory in [*places, *self.results.values()])
+            own = sum(place.memory.nbytes for place in self.places.values())
+            self.spare.held["static memory"] = own + sum(self.at.values())
 
     def new_pool(self) -> Pool:
         """A pool of memory for temporaries of graphs."""
@@ -182,7 +182,7 @@ class Recorder:
             flat = self.results.get((owner, i, value.dtype))
             if flat is None or flat.numel() < value.numel():  # graphs hold the smaller one as long as they write to it
                 self.results[owner, i, value.dtype] = flat = torch.empty_like(value).view(-1)
-                self.at.add(flat.data_ptr())
+                self.at[flat.data_ptr()] = flat.nbytes
             return flat[: value.numel()].view(value.shape)
 
         return with_tensors(result, iter([place(i, tensor) for i, tensor in enumerate(tensors_of(result))]))

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from keyhole.model.backward.recompute import Recompute
-from tests.planned import check
 
 
 class Block(nn.Module):
@@ -69,8 +68,3 @@ def test_a_product_that_is_needed_after_all_is_made() -> None:
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad)
     assert recompute.last_product[True] is None
-
-
-def test_every_number_of_the_plan() -> None:
-    """Those of tests/planned.txt."""
-    check("lomo", "lora")

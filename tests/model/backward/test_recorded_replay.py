@@ -43,7 +43,7 @@ class Graph(Recording):
             mine.data.copy_(new)  # the same tensors in every replay, whose versions stay
         if mark is not None:
             sink.received = mark
-        shared = [one.data for one in tensors_of(self.result) if one.data_ptr() not in recorded.fixed | recorded.at]
+        shared = [one.data for one in tensors_of(self.result) if one.data_ptr() not in {*recorded.fixed, *recorded.at}]
         recorded.left = [] if self.kept else shared
         recorded.replays += 1
         return self.result
