@@ -41,10 +41,15 @@ def capturing(graph: accelerator.CUDAGraph, pool: Any, stream: accelerator.Strea
         raise
 
 
-def free_memory() -> None:
-    """Gives back the memory of what is no longer referenced, of a model that was closed, say. cuBLAS keeps a workspace
-    for every stream on which a CUDA graph was captured; it would count as memory of whatever comes next."""
-    gc.collect()
-    if accelerator.is_available():
+def give_back() -> None:
+    """Gives back the memory that is no longer referenced. cuBLAS keeps a workspace for every stream on which a thread
+    has multiplied, or a CUDA graph was captured; it would count as memory of whatever comes next."""
+    if accelerator.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()
         accelerator.empty_cache()
+
+
+def free_memory() -> None:
+    """The same, after garbage that is part of a cycle was collected."""
+    gc.collect()
+    give_back()

@@ -29,8 +29,8 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError, warn
-from keyhole.machine.gpu import ACCELERATOR, accelerator
-from keyhole.machine.held import Changes
+from keyhole.machine.gpu import ACCELERATOR, accelerator, give_back
+from keyhole.machine.held import Changes, alone
 from keyhole.model.attached import Attached, AttachedMethods, computes
 from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.classification import ClassificationHead
@@ -357,6 +357,7 @@ class Model(Closable):
         for line in save_model(self, Path(path), tokenizer=tokenizer):
             warn(line)
 
+    @alone()
     def close(self) -> None:
         """Applies what is deferred (ranks do so before), ends what works on the host, restores the process's settings,
         and gives all memory back, whoever still holds the model, its methods or its module: every later call of them is
@@ -365,7 +366,7 @@ class Model(Closable):
             return
         self.check_idle()
         with ExitStack() as rest:  # all of it, from the last line up, also after an error
-            rest.callback(accelerator.empty_cache)
+            rest.callback(give_back)
             rest.callback(vars(self).clear)
             rest.callback(empty, self.module)
             rest.callback(lambda: list(map(arena.unpin, self.host_memory())) if self.pinned else ())
