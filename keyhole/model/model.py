@@ -205,13 +205,14 @@ class Model(Closable):
         self.methods.check_turn()
 
     @contextmanager
-    def sweep(self, name: str, experts: bool = False) -> Iterator[None]:
-        """One visit of every unit, in the order of the last sweep of this name, or of the model. experts: all that are
-        units of their own are visited too; otherwise those that a router has chosen (`expect`)."""
+    def sweep(self, name: str, experts: bool = False, order: list[int] | None = None) -> Iterator[None]:
+        """Visits of units in the order of the last sweep of this name; of the first one: in this order, or all of the
+        model's once. experts: all that are units of their own are visited too; otherwise those that a router has
+        chosen (`expect`)."""
         self.check_idle()
         after = [u.index for u in self.layout.head_units]
         blocks = [u.index for u in self.layout.of_kind("block") if experts or u.expert is None]
-        with self.engine.sweep(name, self.visits.get(name) or blocks + after):
+        with self.engine.sweep(name, self.visits.get(name) or order or blocks + after):
             try:
                 yield
             finally:

@@ -110,11 +110,10 @@ class Reverse:
     def sweep(self, reverses: int = 1) -> Iterator[None]:
         """A context for one step: a forward pass and `reverses` backward passes."""
         check_hooks(self.model)
-        self.model.check_idle()
-        of = self.layout.of_kind("block"), self.layout.head_units, self.layout.of_kind("table")
-        blocks, head, table = ([unit.index for unit in units] for units in of)
-        order = blocks + head + (head + blocks[::-1] + table) * reverses
-        with self.model.engine.sweep(f"train with {reverses}", order):
+        head, table = ([u.index for u in units] for units in (self.layout.head_units, self.layout.of_kind("table")))
+        blocks = [[unit.index for unit in units] for units in self.units_of.values()]  # a block's come in one order
+        order = [*sum(blocks, []), *head, *[*head, *sum(blocks[::-1], []), *table] * reverses]
+        with self.model.sweep(f"train with {reverses}", order=order):
             try:
                 self.model.expert_gradients = self.experts
                 yield
@@ -129,7 +128,6 @@ class Reverse:
                     self.experts.drop()
                 for tensor in self.layout.tensors:
                     tensor.param.grad = None
-                self.model.binding.bind_homes()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 

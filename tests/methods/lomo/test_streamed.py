@@ -41,6 +41,18 @@ def test_blocks_cut_into_several_units(options: dict[str, str], monkeypatch: pyt
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+@pytest.mark.parametrize("name", ["llama", "opt", "phi3"])
+def test_parts_of_blocks_cross_the_link_twice_at_most(name: str) -> None:
+    """From the first step on if a block uses its matrices in the order in which it lists them (llama), else from the
+    second."""
+    model = streamed(load(name), max_unit_numel=1, slot_count=8)
+    size, opt = sum(model.engine.homes[page].nbytes for page in model.engine.streamed), LOMO(model, 0.05)
+    for step in range(3):
+        before = model.engine.bytes_up
+        opt.step(micro_batches(step, 2))
+        assert model.engine.bytes_up - before <= 2 * size or (step == 0 and name != "llama")
+
+
 @pytest.mark.parametrize("activations", ["none", "host"])
 def test_what_is_kept_changes_nothing(activations: str) -> None:
     """Graphs, inputs on the device, inputs in host memory: the same weights."""
