@@ -193,14 +193,17 @@ SWITCHES = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")  # 
 
 
 def as_case(about: dict[str, Any]) -> Case:
-    """A case of a record, in today's form or in an older one."""
+    """A case of a record, in today's form or in an older one. A record that names no activations is of the time when
+    block inputs stayed on the GPU."""
     if "title" in about:
-        return Case(**about)
+        usual = {"activations": "block"} if METHODS[about.get("method", "zo")].sweep == "reverse" else {}
+        return Case(**about | {"options": usual | about.get("options", {})})
     shape = about.get("shape", "").removeprefix("llama ").removeprefix("opt ")
     model = about.get("model") or (shape if "opt" in about["shape"] else f"Llama-{shape}")
     streamed = about.get("streamed") or about["system"] in ("stream", STREAMED)
     method = about.get("method") or ("zo" if about["system"] in (RESIDENT, STREAMED) else about["system"])
-    options = about.get("options", {}) | ({"compile": True} if about.get("compiled") else {})
+    usual = {"activations": "block"} if METHODS[method].sweep == "reverse" and method != "lora" else {}
+    options = usual | about.get("options", {}) | ({"compile": True} if about.get("compiled") else {})
     length = about["tokens"][1] if "tokens" in about else about["length"]
     name = " ".join(
         [method, model, STREAMED if streamed else RESIDENT, about.get("gpu_memory") or about.get("wire") or ""]

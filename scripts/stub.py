@@ -8,6 +8,7 @@ import typing
 from dataclasses import fields
 
 import keyhole
+from keyhole.limits import UNIONS
 from keyhole.methods import CLASSES
 
 HEAD = '"""What `import keyhole` offers, for editors and type checkers: the module imports each name on first use."""'
@@ -41,8 +42,11 @@ def _class(name: str) -> list[str]:
 
 def _text(kind: object) -> str:
     """As it is written in a source."""
-    text = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "").replace("'", '"')
-    return f"{text[9:-1]} | None" if text.startswith("Optional[") else text
+    if typing.get_origin(kind) in UNIONS:
+        return " | ".join(_text(part) for part in typing.get_args(kind))
+    if kind is type(None):
+        return "None"
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "").replace("'", '"')
 
 
 if __name__ == "__main__":

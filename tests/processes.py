@@ -95,10 +95,9 @@ def main() -> int:
     for i, (process, log) in enumerate(zip(running, logs, strict=True)):
         text = log.read_text(errors="replace")
         passed, failed = (len(re.findall(rf"::.* {word}", text)) for word in ("PASSED", "FAILED|ERROR"))
-        last = next((line for line in reversed(text.splitlines()) if "::" in line), "")
-        print(
-            f"process {i}: code {process.returncode}, {passed} passed, {failed} failed; {text.splitlines()[-1][:100]}; {last[:150]}"
-        )
+        lines = text.splitlines() or [""]
+        last = next((line for line in reversed(lines) if "::" in line), "")
+        print(f"process {i}: code {process.returncode}, {passed} passed, {failed} failed; {lines[-1]}; {last[:150]}")
         wrong += process.returncode not in (0, 1) or "left behind: 0 MiB, limit 1, threads []" not in text
     print(f"{time.monotonic() - begin:.0f} s; {wrong} processes were not as they should be", flush=True)
     return int(wrong > 0)

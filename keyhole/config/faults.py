@@ -18,7 +18,7 @@ ELSEWHERE = {
     "model_name_or_path": "model", "base_model": "model", "optim": "method", "optimizer": "method",
     "dataset": "train_data", "datasets": "train_data", "train_file": "train_data", "data": "train_data",
     "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size",
-    "micro_batch_size": "batch_size", "gradient_accumulation": "gradient_accumulation_steps",
+    "gradient_accumulation": "gradient_accumulation_steps",
     "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "scheduler": "lr_scheduler_type",
     "num_warmup_steps": "warmup_steps", "epochs": "num_train_epochs", "num_epochs": "num_train_epochs",
     "steps": "max_steps", "max_seq_length": "max_length", "max_seq_len": "max_length",

@@ -99,9 +99,9 @@ class RunConfig:
     gpu_memory: Bytes | None = setting(None,
         "Most GPU memory to use, such as 8GiB; as many weights as fit stay on the GPU. null = all free memory.")
 
-    activations: Literal["none", "block", "host", "auto"] | None = setting(None,
-        "Kept for the backward pass: everything (none), block inputs (block), these in host memory (host), or what "
-        "fits (auto); null = the method's own.")
+    activations: Literal["none", "block", "host", "auto"] | None = setting("auto",
+        "Kept on the GPU for the backward pass: everything (none), block inputs (block), nothing, since they wait in "
+        "host memory (host), or what fits (auto).")
     compile: bool = setting(False,
         "Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently.")
     rounding: Literal["stochastic", "nearest", "kahan"] = setting("stochastic",
@@ -114,6 +114,9 @@ class RunConfig:
     num_train_epochs: Annotated[float, Limit(0, 1e6, above=True)] | None = setting(None,
         "Passes over the training data; set this or max_steps.")
     batch_size: BatchSize = setting(8, "Samples per micro-batch (with packing: rows of packed samples).")
+    micro_batch_size: BatchSize | Literal["auto"] = setting("auto",
+        "Samples that pass a block at once, at most; a micro-batch is split, which changes sums by rounding alone. "
+        "auto = as many as gpu_memory has room for.")
     gradient_accumulation_steps: BatchSize = setting(1,
         "Micro-batches per update; the loss is the mean over all their trained tokens.")
     learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | None = setting(None,

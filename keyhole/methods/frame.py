@@ -2,9 +2,10 @@
 update. (Method.step in base.py takes up or refuses what a caller has changed, then calls `_step`.)
 
     settle      what other methods have deferred is applied to the weights
-    share       this rank's micro-batches, all of one step (shards.py); a rank without any repeats one with weight 0
-    forward     all micro-batches pass each block; the loss is the mean over all trained tokens (or questions) of all
-                ranks, so several micro-batches are one large batch
+    share       the micro-batches of the step, split into passes that the budget has room for (Model.split), and of
+                these this rank's (shards.py); a rank without any repeats one with weight 0
+    forward     all passes go through a block while its weights are there; the loss is the mean over all trained tokens
+                (or questions) of all ranks, so several passes are one large batch
     update      the method's part: it runs one backward pass or more over that one forward (model/backward/reverse.py).
                 Each hands every gradient of a trained weight, summed over the micro-batches, perhaps as two factors, to
                 a sink, an object of the method's (model/backward/sink.py). It changes the weight there and then, and
@@ -29,7 +30,7 @@ from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
 from keyhole.model.backward.reverse import Reverse, check_loss
 from keyhole.model.backward.sink import Sink
-from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.batch import Batch
 
 
 class Backward(Protocol):
@@ -66,10 +67,10 @@ class GradientMethod(Method):
 
     def _step(self, batch: Batch | Sequence[Batch]) -> torch.Tensor:
         self.model.apply_deferred(before_step_of=self)
-        batches, first, count, weight = shards.share(self.model, batch)
-        self._begin(batch, batches)
+        own = shards.share(self.model, batch)
+        self._begin(own)
         with self.dropout.step(), self.reverse.sweep(self.backward_passes):
-            loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
+            loss = self.reverse.forward(own.passes, lambda i: self.dropout.turn(own.first + i), own.count, own.weight)
             if self.model.ranks.several:
                 loss = shards.total_loss(self.model, loss)
             self._update(loss, self.reverse.reverse)
@@ -84,8 +85,8 @@ class GradientMethod(Method):
 
         self._update(loss.detach(), backward)
 
-    def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:
-        """What comes before the forward pass. batches: this rank's share of the batch."""
+    def _begin(self, own: shards.Share) -> None:
+        """What comes before the forward pass."""
 
     def _update(self, loss: torch.Tensor, backward: Backward) -> None:
         """Updates from the gradients of a step whose loss is known."""

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, ClassVar, Literal, Self
 
 from keyhole.errors import UserError
-from keyhole.limits import BelowOne, NotNegative, Positive, Seed, describe, fits
+from keyhole.limits import BatchSize, BelowOne, NotNegative, Positive, Seed, describe, fits
 
 OTHERS = dict.fromkeys(("lr", "learning_rate"), "lr of the class itself, or learning_rate of KeyholeArguments")
 FROZEN_WIRES = ("int8", "int4", "nf4")  # formats whose weights are never changed (ops/lowbit.py)
@@ -58,6 +58,7 @@ class MethodSettings:
     max_grad_norm: Positive | None = None
     model_dropout: bool = True
     deterministic: bool = True
+    micro_batch_size: BatchSize | Literal["auto"] = "auto"
     seed: Seed = 0
 
     @property
@@ -100,7 +101,7 @@ class MethodSettings:
     @property
     def advice(self) -> tuple[str, ...]:
         """Settings (key=value) with which a step needs less memory."""
-        return ("activations=host",) if self.keeps in ("none", "block", "auto") else ()
+        return ("activations=auto",) if self.keeps in ("none", "block") else ()
 
     def filled(self) -> Self:
         """These settings with unset values filled in, if a default depends on another setting."""

@@ -23,7 +23,7 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.methods.settings import MethodSettings
 from keyhole.model.backward.sink import Sink, tensors_of
-from keyhole.model.batch import Batch, DeviceBatch, as_list
+from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.homes import view
@@ -141,19 +141,30 @@ def of_any_rank(ranks: Ranks, items: list[T], got: list[bool]) -> list[T]:
     return [item for item, one in zip(items, found, strict=True) if one]
 
 
-def share(model: Model, batch: Batch | Sequence[Batch]) -> tuple[list[DeviceBatch], int, int, float]:
-    """(this rank's micro-batches, the index of the first, the number that the loss is divided by, their weight). A rank
-    without micro-batches takes the first one with weight 0, because every rank must visit every unit."""
-    batches, ranks = as_list(batch), model.ranks
-    own, first = ranks.share(batches), ranks.rank * len(batches) // ranks.size
-    sent = model.to_device(own or batches[:1])
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a step. first: the index of its first pass; of_all: the number of passes of all ranks; count:
+    the number that the loss is divided by; weight: of its passes, 0 if the rank has none of its own."""
+
+    passes: list[DeviceBatch]
+    first: int
+    of_all: int
+    count: int
+    weight: float
+
+    def first_rank(self, ranks: Ranks) -> int:
+        """The rank that has the first pass: not the leader if there are fewer passes than ranks."""
+        return -(-ranks.size // min(ranks.size, self.of_all)) - 1
+
+
+def share(model: Model, batch: Batch | Sequence[Batch]) -> Share:
+    """This rank's part. A rank without passes takes the first one with weight 0, because every rank must visit every
+    unit."""
+    batches, ranks = model.checked(batch), model.ranks
+    own = ranks.share(batches)
+    sent = model.send(own or batches[:1])
     count = ranks.total(sum(one.loss.count for one in sent) if own else 0)
-    return sent, first, max(1, count), float(bool(own))
-
-
-def first_rank(model: Model, batch: Batch | Sequence[Batch]) -> int:
-    """The rank that has the first micro-batch: not the leader if there are fewer micro-batches than ranks."""
-    return -(-model.ranks.size // min(model.ranks.size, len(as_list(batch)))) - 1
+    return Share(sent, ranks.rank * len(batches) // ranks.size, len(batches), max(1, count), float(bool(own)))
 
 
 def total_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:

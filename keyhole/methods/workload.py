@@ -40,6 +40,19 @@ class Workload:
     rows: int | None = None  # of the training data; None: unknown
     trained: float | None = None  # tokens of a row that are trained, those of all candidates; None: unknown
 
+    @property
+    def batch(self) -> int:
+        """Rows of a pass, as far as they are known."""
+        return max(1, self.tokens // self.length) if self.length and not self.chooses else 1
+
+    def split(self, rows: int) -> Workload:
+        """The same step, every pass of which is split into several of at most so many rows."""
+        parts = -(-self.batch // rows)
+        if parts == 1:
+            return self
+        assert self.length is not None
+        return replace(self, tokens=-(-self.batch // parts) * self.length, passes=self.passes * parts)
+
 
 @dataclass(frozen=True)
 class Room:

@@ -50,6 +50,22 @@ def repeated(batch: DeviceBatch, count: int) -> DeviceBatch:
     return replace(batch, inputs=inputs, index_N=(starts + batch.index_N).flatten())
 
 
+def split(batch: Batch, rows: int) -> list[Batch]:
+    """The batch in passes of at most so many rows, about equally many in each. Rows that belong together (the
+    candidates of a question) stay together, however many they are."""
+    loss, count = loss_of(batch), len(batch["labels"])
+    if count <= rows:
+        return [batch]
+    most, begin, last = -(-count // -(-count // rows)), 0, 0
+    parts: list[Batch] = []
+    for end in loss.ends(batch):
+        if end - begin > most and last > begin:
+            parts.append(loss.part(batch, begin, last))
+            begin = last
+        last = end
+    return [*parts, loss.part(batch, begin, count)]
+
+
 def as_list(batch: Batch | Sequence[Batch]) -> list[Batch]:
     """A step takes one batch or the list of its micro-batches."""
     if not isinstance(batch, Mapping | Iterable):

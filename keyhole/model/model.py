@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, overload
 
@@ -32,7 +33,7 @@ from keyhole.errors import UserError, warn
 from keyhole.machine.gpu import ACCELERATOR, accelerator, give_back
 from keyhole.machine.held import Changes, alone
 from keyhole.model.attached import Attached, AttachedMethods, computes
-from keyhole.model.batch import Batch, DeviceBatch, as_list
+from keyhole.model.batch import Batch, DeviceBatch, as_list, split
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward.binding import Binding, DeviceWeights
@@ -159,13 +160,26 @@ class Model(Closable):
         return self.send(self.checked(batch, of_step))
 
     def checked(self, batch: Batch | Sequence[Batch], of_step: bool = True) -> list[Batch]:
-        """The micro-batches of a step; UserError if they cannot be trained on. of_step: warns if the step is larger
-        than what memory was planned for; evaluations have a size of their own."""
+        """The passes of a step: its micro-batches, split as the method's settings or the plan say. UserError if they
+        cannot be trained on. of_step: warns if the step is larger than what memory was planned for; evaluations have a
+        size of their own."""
         batches, method = as_list(batch), self.methods.stepping
         self.head.check(batches, self.layout.table.shape[0])
-        if of_step and self.placed is not None and method is not None:
-            self.placed.check_step(method.name, method.settings, [batch["input_ids"].shape for batch in batches])
+        if of_step and method is not None:
+            batches = self.split(batches, method.settings.micro_batch_size)
+            if self.placed is not None:
+                self.placed.check_step(method.name, method.settings, [one["input_ids"].shape for one in batches])
         return batches
+
+    def split(self, batches: list[Batch], rows: int | str = "auto") -> list[Batch]:
+        """These batches in passes of at most so many rows; auto: of at most as many tokens as the budget was planned
+        for. So a split depends on the shape of a batch and the budget alone."""
+        most = None if self.placed is None else self.placed.pass_tokens
+        if rows == "auto" and most is None:
+            return batches
+        widths = [one["input_ids"].shape[1] for one in batches]
+        counts = [max(1, (most or 0) // width) if rows == "auto" else int(rows) for width in widths]
+        return [part for one, count in zip(batches, counts, strict=True) for part in split(one, count)]
 
     def send(self, batches: list[Batch], shares: bool = False, joins: bool = False) -> list[DeviceBatch]:
         """Checked batches, copied to the device. For passes without a backward pass: shares: candidates may share a row
@@ -260,7 +274,9 @@ class Model(Closable):
     @torch.no_grad()
     def nll(self, batch: Batch | Sequence[Batch]) -> Scores | list[Scores]:
         """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep."""
-        results = evaluation.nll_by_row(self, self.send(self.checked(batch, of_step=False), shares=True))
+        parts = [self.split([one]) for one in self.checked(batch, of_step=False)]
+        found = iter(evaluation.nll_by_row(self, self.send(sum(parts, []), shares=True)))
+        results: list[Any] = [tuple(map(torch.cat, zip(*islice(found, len(one)), strict=True))) for one in parts]
         return results[0] if isinstance(batch, Mapping) else results
 
     @computes

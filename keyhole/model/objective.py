@@ -49,6 +49,16 @@ class Tokens:
         """That of one batch, where the batch is."""
         return cls(row_N, len(batch["labels"]), row_N.numel())
 
+    @classmethod
+    def ends(cls, batch: Mapping[str, torch.Tensor]) -> list[int]:
+        """Where the rows of a batch may be parted: the ends of rows that belong together."""
+        return list(range(1, len(batch["labels"]) + 1))
+
+    @classmethod
+    def part(cls, batch: Mapping[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
+        """These rows as a batch."""
+        return {name: x[begin:end] for name, x in batch.items()}
+
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         moved: dict[str, Any] = {name: move(x) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return replace(self, **moved)
@@ -111,6 +121,16 @@ class Candidates(Tokens):
             most_tokens=most_tokens,
             most_candidates=most_candidates,
         )
+
+    @classmethod
+    def ends(cls, batch: Mapping[str, torch.Tensor]) -> list[int]:
+        """The candidates of a question are never parted."""
+        return [int(end) for end in torch.bincount(batch["question"]).cumsum(0)]
+
+    @classmethod
+    def part(cls, batch: Mapping[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
+        part = super().part(batch, begin, end)
+        return part | {"question": part["question"] - part["question"][0]}
 
     def scores(self, nll_N: torch.Tensor) -> torch.Tensor:
         """[Q, C] mean log-likelihoods of the candidates; -inf if a question has fewer than C."""

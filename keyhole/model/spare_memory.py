@@ -28,10 +28,15 @@ class Placed(Protocol):
     device_bytes: Any  # and work: of keyhole.plan, a later layer
     budget_bytes: int | None
     limit_bytes: int | None
+    pass_tokens: int | None
     workspace_bytes: int
     work: Any
     adapter: Any
     is_for_another_method: bool
+
+    @property
+    def input_bytes(self) -> int | None:
+        """Room on the device for inputs of blocks between forward and backward pass."""
 
     def evaluation_passes(self, layout: Any, most: int) -> int:
         """How many batches of the planned size may go through the model together."""

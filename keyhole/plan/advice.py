@@ -11,7 +11,7 @@ Which changes would make a run fit, cheapest first.
 
 Each candidate is planned like any row (plan/table.py), and those that fit are ordered by their cost:
 
-    0   only time: placement=auto or stream, block inputs in host memory, more and smaller micro-batches
+    0   only time: placement=auto or stream, block inputs in host memory, passes of fewer rows
     1   another storage format of the weights: a smaller wire, a 16-bit dtype
     2   what is learned: fewer tokens per sample, settings listed in the method's row, another method
 
@@ -125,11 +125,6 @@ def _candidates(question: Question, traits: Traits, placement: str, wire: str | 
         shown = "" if at == placement else f" placement={at}"
         for settings, changed in [("", question), *own] if shown else own:
             yield 0, (settings + shown).strip(), changed, traits, at, wire
-        for settings, changed in (("", question), *own):
-            if (smaller := _first(_halved(changed), traits, at, wire)) is not None:
-                text = f"batch_size={smaller.batch} gradient_accumulation_steps={smaller.accumulation} {settings}"
-                yield 0, text.rstrip() + shown, smaller, traits, at, wire
-                break
         for form in traits.all_wires(question.settings.get(traits.name) or traits.settings()):
             if bytes_per_element(form) < width:
                 yield 1, f"wire={form}{shown}", question, traits, at, form
@@ -151,13 +146,6 @@ def _first(changed: Iterator[Question], traits: Traits, placement: str, wire: st
         if row is not None and row.fits:
             return question
     return None
-
-
-def _halved(question: Question) -> Iterator[Question]:
-    """The same step in smaller micro-batches."""
-    while question.batch > 1:
-        question = replace(question, batch=-(-question.batch // 2), accumulation=2 * question.accumulation)
-        yield question
 
 
 def _shortened(question: Question) -> Iterator[Question]:

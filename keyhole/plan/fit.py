@@ -22,8 +22,10 @@ A refusal names the minimum and what fills it; placement.py adds the changes tha
 needs are not planned, only the weights are named.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -32,16 +34,20 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.machine.sizes import MIB, about, enough
 from keyhole.methods import METHODS, streaming_methods
+from keyhole.methods.settings import MethodSettings
 from keyhole.methods.traits import Traits
 from keyhole.methods.work import forward_bytes
 from keyhole.methods.workload import DeviceBytes, Room, Workload
 from keyhole.model.backward import memory as backward
-from keyhole.model.forward.memory import SLOT_COUNT, host_bytes
+from keyhole.model.backward.memory import ReverseBytes
+from keyhole.model.forward.memory import ALLOCATOR_SLACK, SLOT_COUNT, host_bytes
 from keyhole.model.structure.layout import Layout, Unit, find_layout
 from keyhole.offload.sharded import part_numel
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
+ENOUGH = 2048  # tokens of a pass with which products are fast on any GPU
+NEAR = 1.1
 Find = Callable[[nn.Module, int | None, bool, bool], Layout]
 
 
@@ -76,14 +82,52 @@ class Costs:
     row: Traits | None
 
     def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes:
+        """The device peak of a step. Of activations=auto: with all block inputs on the device if the limit has room
+        for them, else with as many as it has room for beside those on their way to host memory."""
+        if self._keeps != "auto":
+            return self._of(layout, streamed, self.work)
+        limit, found = self.room.limit_bytes, self._of(layout, streamed, self._keeping("block"))
+        if limit is None or found.total <= limit:
+            return found
+        found = self._of(layout, streamed, self._keeping("host"))
+        assert isinstance(found, ReverseBytes)
+        each = backward.input_bytes(layout, self.work.tokens * self.work.passes, self.room.formats.dtype.itemsize)
+        return replace(found, kept=found.kept + each * max(0, int((limit - found.total) / ALLOCATOR_SLACK / each)))
+
+    def waiting_blocks(self, layout: Layout, streamed: set[int]) -> int:
+        """The blocks whose inputs wait in host memory for the backward pass."""
+        if self._keeps != "auto" or self.room.limit_bytes is None:
+            return layout.block_count if self._keeps == "host" else 0
+        found, itemsize = self.of(layout, streamed), self.room.formats.dtype.itemsize
+        each = backward.input_bytes(layout, self.work.tokens * self.work.passes, itemsize)
+        return backward.first_kept(layout.block_count, each, found.kept) if isinstance(found, ReverseBytes) else 0
+
+    def work_of(self, layout: Layout, streamed: set[int]) -> Workload:
+        """The work with activations=auto decided: host, where not all block inputs stay on the device."""
+        waits = self._keeps == "auto" and self.waiting_blocks(layout, streamed) > 0
+        return self._keeping("host") if waits else self.work
+
+    @property
+    def _own(self) -> MethodSettings | None:
+        return None if self.row is None else self.work.settings or self.row.settings()
+
+    @property
+    def _keeps(self) -> str | None:
+        return self._own.keeps if self._own is not None and self.is_planned else None
+
+    def _keeping(self, activations: str) -> Workload:
+        own: Any = self._own
+        return replace(self.work, settings=replace(own, activations=activations))
+
+    def _of(self, layout: Layout, streamed: set[int], work: Workload) -> DeviceBytes:
         plan = forward_bytes if self.row is None else self.row.planned_bytes
         cut = self.cut(layout)
         if not cut:
-            return plan(layout, streamed, self.work, self.room)
+            return plan(layout, streamed, work, self.room)
         # sharded units are gathered into slots, wherever their shards are; gradients of a block are kept side by side,
         # and at most one unit of them is exchanged at a time in float32, with a send and a receive buffer
-        found, formats = plan(layout, streamed | set(cut), self.work, self.room), self.room.formats
-        assert isinstance(found, backward.ReverseBytes)
+        found, formats = plan(layout, streamed | set(cut), work, self.room), self.room.formats
+        assert isinstance(found, ReverseBytes)
         kept = sum(n * formats.home_dtype(layout.units[i]).itemsize for i, (_, n) in cut.items() if i not in streamed)
         block = sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
         exchanged = formats.dtype.itemsize * block + 8 * max(layout.units[i].numel for i in cut)
@@ -108,6 +152,19 @@ class Costs:
             layout, shared, formats
         )
 
+    def splits(self, budget: int | None) -> Iterator[Costs]:
+        """The step as it is, and with its passes split into ever smaller ones, if they may be."""
+        own, rows = self._own, self.work.batch
+        if own is None or not self.is_planned:
+            yield self
+        elif own.micro_batch_size != "auto":
+            yield replace(self, work=self.work.split(int(own.micro_batch_size)))
+        else:
+            yield self
+            while budget is not None and rows > 1:
+                rows = -(-rows // 2)
+                yield replace(self, work=self.work.split(rows))
+
     def slot_count(self, layout: Layout) -> int:
         return backward.slot_count(layout) if self.row is not None and self.row.sweep == "reverse" else SLOT_COUNT
 
@@ -129,9 +186,41 @@ class Costs:
         allowed = self.row is None or (self.work.settings or self.row.settings()).by_expert
         return allowed and not (self.room.formats.packs or sharded)
 
+    def finest(self, find: Find, module: nn.Module) -> tuple[int | None, bool, bool]:
+        """The finest cut, as arguments of `find`: units no larger than the largest matrix."""
+        cut = self.may_cut_rows, self.may_cut_experts
+        return None if self.keeps_blocks_whole else find(module, 1, *cut).largest_block_unit, *cut
+
     @property
     def keeps_blocks_whole(self) -> bool:
         return self.row is not None and (self.work.settings or self.row.settings()).whole_blocks
+
+
+def split(
+    costs: Costs, budget: int | None, place: Callable[[Costs], tuple[Layout, set[int]]]
+) -> tuple[Costs, Layout, set[int]]:
+    """The passes of a step, and where the model lives beside them: a function of shapes and the budget alone. Smaller
+    passes leave more room for weights; of those of at least ENOUGH tokens (or, where none of them fits, of the largest
+    that do) it takes the fewest with which at most NEAR times as many bytes are streamed as with the smallest. place:
+    finds the place for a split, or raises DoesNotFit."""
+    found: list[tuple[int, tuple[Costs, Layout, set[int]]]] = []
+    refused = None
+    for one in costs.splits(budget):
+        if found and one.work.tokens < ENOUGH:
+            break
+        try:
+            layout, streamed = place(one)
+        except DoesNotFit as error:
+            refused = error
+            continue
+        found.append((host_bytes(layout, streamed, costs.room.formats), (one, layout, streamed)))
+        if not streamed or (costs.row is not None and costs.row.sweep == "forward"):
+            break
+    if not found:
+        assert refused is not None
+        raise refused
+    least = min(size for size, _ in found)
+    return next(one for size, one in found if size <= NEAR * least)
 
 
 def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_layout) -> tuple[Layout, set[int]]:
@@ -139,8 +228,8 @@ def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_l
     (a finer cut needs smaller slots and buffers, so more units may stay); of equal ones the coarser, with fewer, larger
     copies. find: makes a layout, or returns a cached one."""
     formats, cut = costs.room.formats, (costs.may_cut_rows, costs.may_cut_experts)
-    largest_matrix = find(module, 1, *cut).largest_block_unit
-    cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
+    finest, *_ = costs.finest(find, module)
+    cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, finest)
     if budget is None:
         layout = find(module, cuts[0], *cut)
         tables = {u.index for u in layout.units if u.kind in ("table", "head")}

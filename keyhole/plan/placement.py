@@ -29,6 +29,7 @@ from keyhole.methods import METHODS
 from keyhole.methods.settings import MethodSettings
 from keyhole.methods.work import check_host_memory
 from keyhole.methods.workload import DeviceBytes, Room, Workload
+from keyhole.model.backward.memory import ReverseBytes, input_bytes
 from keyhole.model.forward.memory import evaluation_bytes, host_bytes
 from keyhole.model.structure.block_counts import block_counts
 from keyhole.model.structure.find import STACK_NUMEL, TILE_NUMEL, stacks_outside
@@ -37,9 +38,9 @@ from keyhole.model.structure.reach import is_unreached
 from keyhole.model.weights.format import Wire
 from keyhole.plan.advice import said
 from keyhole.plan.dtype import check_trainable
-from keyhole.plan.fit import UNIT_BYTES, Costs, DoesNotFit, fit, parts, too_small
+from keyhole.plan.fit import UNIT_BYTES, Costs, DoesNotFit, fit, parts, split, too_small
 
-KEPT = {"host": 0, "block": 1, "auto": 1, "none": 2}  # `activations` by the memory that is planned for them
+KEPT = {"host": 0, "auto": 0, "block": 1, "none": 2}  # `activations` by the memory that is planned for them
 USABLE = 0.95  # share of the device's memory, if no budget is given
 SLACK_BYTES = GIB  # host memory for Python, PyTorch and the CUDA driver
 
@@ -60,6 +61,8 @@ class Placement:
     reasons: list[str] = field(default_factory=list)
     warned: bool = False  # of a step that is larger than planned
     step: Workload | None = None  # the last one, as it was
+    pass_tokens: int | None = None  # a longer pass is split, if its rows can be parted
+    splits: int = 1  # passes of a micro-batch of the planned size
     is_for_another_method: bool = False  # a method was made for which the budget was not planned
 
     def evaluation_passes(self, layout: Layout, most: int) -> int:
@@ -69,11 +72,19 @@ class Placement:
         if limit is None or not self.streamed:
             return most if self.streamed else 1
         free = self.device_bytes.during_a_step + max(0, limit - self.device_bytes.total)
-        tokens, formats, workspace = self.work.tokens, self.formats, self.workspace_bytes
+        sizes = {"tokens": self.work.tokens, "formats": self.formats, "workspace_bytes": self.workspace_bytes}
         for n in range(most, 1, -1):
-            if evaluation_bytes(layout, tokens=tokens, passes=n, formats=formats, workspace_bytes=workspace) <= free:
+            if evaluation_bytes(layout, passes=n * self.splits, **sizes) <= free:  # type: ignore[arg-type]
                 return n
         return 1
+
+    @property
+    def input_bytes(self) -> int | None:
+        """Room on the device for inputs of blocks between forward and backward pass; None: no limit is known."""
+        planned, limit = self.device_bytes, self.limit_bytes
+        if limit is None or not isinstance(planned, ReverseBytes):
+            return None if self.budget_bytes is None else 0
+        return planned.kept + (max(0, limit - planned.total) if self.budget_bytes is None else 0)
 
     def check_method(self, method: str) -> None:
         """When a method is created on the model: refuses fixed adapters and a dtype in which it cannot train, and warns
@@ -156,15 +167,22 @@ def place(
     whole = find_layout(module)
     if device.type == ACCELERATOR:
         block_counts(module, whole.parts.blocks)  # kept; later a method may have replaced their forward by graphs
-    try:
+
+    def cut(costs: Costs) -> tuple[Layout, set[int]]:
         layout, streamed = _cut(module, whole, placement, budget, costs, device)
         _check_host(layout, streamed, costs, placement)
+        return layout, streamed
+
+    try:
+        costs, layout, streamed = split(costs, budget, cut)
     except DoesNotFit as refused:
         fills = placement == "stream" and gpu_memory is not None  # as auto does
         how = "auto" if fills else placement
         raise UserError(f"{refused}{said(module, how, limit, formats, device, work)}") from None
     planned, slots = costs.of(layout, streamed), costs.slot_count(layout) if streamed else 0
-    placed = Placement(streamed, slots, planned, work, formats, room.workspace_bytes, budget, limit)
+    placed = Placement(streamed, slots, planned, costs.work, formats, room.workspace_bytes, budget, limit)
+    placed.splits = costs.work.passes // work.passes
+    placed.pass_tokens = costs.work.tokens if budget is not None and costs.is_planned else None
     placed.reasons = _reasons(module, layout, placed, placement, costs, device)
     return layout, placed
 
@@ -256,8 +274,20 @@ def _reasons(
     if placed.budget_bytes is not None:
         enforced = "enforced" if device.type == ACCELERATOR else "not enforced on a CPU"
         lines.append(f"budget: {about(placed.budget_bytes)}, {enforced}")
+    if placed.splits > 1:
+        lines.append(
+            f"passes: a micro-batch of {placed.splits * placed.work.tokens:,} tokens passes each block in "
+            f"{placed.splits} parts of {placed.work.tokens:,} (micro_batch_size), so that a block's weights are moved "
+            "and updated once"
+        )
     if device.type != ACCELERATOR or not costs.is_planned:
         return lines
+    if isinstance(placed.device_bytes, ReverseBytes) and (waiting := costs.waiting_blocks(layout, placed.streamed)):
+        each = input_bytes(layout, placed.work.tokens * placed.work.passes, formats.dtype.itemsize)
+        lines.append(
+            f"block inputs: of {waiting} of {layout.block_count} blocks in host memory between forward and backward "
+            f"pass, {about(waiting * each)}"
+        )
     return [*lines, f"planned device peak: {about(placed.device_bytes.total)} ({parts(placed.device_bytes)})"]
 
 

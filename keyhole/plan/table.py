@@ -42,7 +42,7 @@ from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.find import Parts, find_parts
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.weights.format import CODECS, PLAIN, Wire, bytes_per_element
-from keyhole.plan.fit import Costs, fit
+from keyhole.plan.fit import Costs, fit, split, too_small
 from keyhole.plan.seconds import StepSeconds, step_seconds
 
 PROCESS_BYTES = {True: int(1.35 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
@@ -180,38 +180,54 @@ def plan_row(question: Question, traits: Traits, placement: str, wire: str | Non
     own = work.settings or traits.settings()
     if any(True for _ in own.faults(Around(wire, placement))):
         return None
-    costs = Costs(work, room, traits)
-    whole = question.find(question.module)
-    layout, streamed = whole, set[int]()
-    if placement != "resident":
-        if not whole.of_kind("block") or question.gpu_bytes is None and placement == "auto":
-            return None
-        auto, room_on_gpu = placement == "auto", question.gpu_bytes
-        if auto and costs.of(whole, set()).total <= (room_on_gpu or 0):
-            return None
-        try:
-            layout, streamed = fit(question.module, costs, room_on_gpu if auto else None, question.find)
-        except UserError:  # below the minimum: the row with everything streamed says what is missing
-            return None
-        if not streamed or (auto and len(streamed) == len(layout.units) - 1):
-            return None
-        if not auto and room_on_gpu is not None and costs.of(layout, streamed).total > room_on_gpu:
-            cut = costs.may_cut_rows, costs.may_cut_experts
-            largest = None if costs.keeps_blocks_whole else question.find(question.module, 1, *cut).largest_block_unit
-            layout = question.find(question.module, largest, *cut)
+    whole, gpu = question.find(question.module), question.gpu_bytes
+    if placement != "resident" and (not whole.of_kind("block") or gpu is None and placement == "auto"):
+        return None
+
+    def where(costs: Costs) -> tuple[Layout, set[int]]:
+        layout, streamed = whole, set[int]()
+        if placement == "stream" or placement == "auto" and costs.of(whole, streamed).total > (gpu or 0):
+            layout, streamed = fit(question.module, costs, gpu if placement == "auto" else None, question.find)
+        if placement == "stream" and gpu is not None and costs.of(layout, streamed).total > gpu:
+            layout = question.find(question.module, *costs.finest(question.find, question.module))
             streamed = {unit.index for unit in layout.units[1:]}
-    return make_row(question, traits, placement, wire, layout, streamed)
+        return layout, streamed
+
+    def place(costs: Costs) -> tuple[Layout, set[int]]:
+        layout, streamed = where(costs)
+        if gpu is not None and costs.is_planned and costs.of(layout, streamed).total > gpu:
+            raise too_small(gpu, costs.of(layout, streamed), costs.work, streamed=bool(streamed))
+        return layout, streamed
+
+    costs = Costs(work, room, traits)
+    try:
+        costs, layout, streamed = split(costs, gpu, place)
+    except UserError:  # below the minimum: the rows with all or nothing streamed say what is missing
+        if placement == "auto":
+            return None
+        *_, costs = costs.splits(gpu)
+        layout, streamed = where(costs)
+    if placement == "auto" and (not streamed or len(streamed) == len(layout.units) - 1):
+        return None  # the same as another row
+    return make_row(question, traits, placement, wire, layout, streamed, costs.work)
 
 
 def make_row(
-    question: Question, traits: Traits, placement: str, wire: str | None, layout: Layout, streamed: set[int]
+    question: Question,
+    traits: Traits,
+    placement: str,
+    wire: str | None,
+    layout: Layout,
+    streamed: set[int],
+    work: Workload | None = None,
 ) -> Row:
-    """The row of a given placement."""
-    work, room = question.workload(traits), room_of(question, wire)
-    asked = traits.planned_work(layout, streamed, work, room, question.rates)
+    """The row of a given placement. work: the step as it is split; None: as it is asked for."""
+    work, room = work or question.workload(traits), room_of(question, wire)
+    costs = Costs(work, room, traits)
+    asked = traits.planned_work(layout, streamed, costs.work_of(layout, streamed), room, question.rates)
     itemsize = question.dtype.itemsize
     seconds = step_seconds(asked, question.rates, rows=work.tokens, itemsize=itemsize)
-    gpu = traits.planned_bytes(layout, streamed, work, room).total + asked.kept_bytes
+    gpu = costs.of(layout, streamed).total + asked.kept_bytes
     process = process_bytes(traits, work.settings, question.rates.gpu_bytes is not None)
     away = host_bytes(layout, streamed, room.formats)
     host = away + asked.host_bytes + process

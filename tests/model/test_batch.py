@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.model.batch import as_list, check, to_device
+from keyhole.model.batch import as_list, check, split, to_device
 from tests.model.decoders import batch, config, load
 
 CPU = torch.device("cpu")
@@ -148,3 +148,18 @@ def test_a_loss_that_is_not_finite_stays_in_its_row(bad: float) -> None:
     nll_N[one.loss.row_N == 1] = bad
     found_B = one.loss.sum_by_row(nll_N)
     assert torch.equal(found_B[::2], good_B[::2]) and not found_B[1].isfinite()
+
+
+@given(st.lists(st.integers(2, 5), min_size=1, max_size=6), st.integers(1, 12), st.booleans())
+def test_a_split_parts_no_question_and_loses_no_row(sizes: list[int], most: int, by_question: bool) -> None:
+    count = sum(sizes)
+    one = {"input_ids": torch.arange(count)[:, None], "labels": torch.arange(count)[:, None]}
+    if by_question:
+        one["question"] = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        one["answer"] = torch.cat([torch.eye(size, dtype=torch.long)[0] for size in sizes])
+    parts = split(one, most)
+    assert torch.equal(torch.cat([part["labels"] for part in parts]), one["labels"])
+    longest = max(sizes) if by_question else 1
+    assert all(len(part["labels"]) <= max(most, longest) for part in parts)
+    if by_question:
+        assert all(part["question"][0] == 0 and int(part["answer"].sum()) == part["question"][-1] + 1 for part in parts)

@@ -69,10 +69,12 @@ def said_to(method: type, **options: object) -> list[str]:
 @pytest.mark.parametrize(
     ("planned", "own", "count", "says"),
     [
-        ({"settings": keyhole.LOMO.row.settings(activations="host")}, {}, 1, '"lomo", passes=2, tokens=24)'),
+        ({"settings": keyhole.LOMO.row.settings(activations="host")}, {}, 1, ""),
+        ({"settings": keyhole.LOMO.row.settings()}, {"activations": "block"}, 1, 'settings(activations="block"))'),
         ({"passes": 1}, {"activations": "none"}, 1, 'settings=keyhole.LOMO.row.settings(activations="none"))'),
         ({"passes": 1}, {}, 2, '"lomo", passes=2, tokens=24)'),
-        ({"tokens": 20}, {}, 1, '"lomo", passes=2, tokens=24)'),
+        ({"tokens": 20}, {}, 1, ""),  # its rows are parted
+        ({"tokens": 7}, {}, 1, '"lomo", passes=3, tokens=8)'),
         ({"tokens": 20}, {"budget": None}, 1, ""),
         ({"passes": 1, "length": 7}, {}, 1, "length=8)"),
         ({"passes": 1, "length": 8}, {"activations": "host"}, 1, ""),

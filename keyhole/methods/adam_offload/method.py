@@ -34,7 +34,6 @@ gathers the new weights into a slot. Norms of pieces are gathered, so that all r
 """
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 
@@ -46,7 +45,6 @@ from keyhole.methods.adam_offload.updates import AdamStep, Updates
 from keyhole.methods.base import Saved, State
 from keyhole.methods.frame import Backward, GradientMethod
 from keyhole.model.backward.sink import Found, Sink, runs_of
-from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.structure.layout import FlatTensor, Unit
 
 
@@ -76,7 +74,7 @@ class AdamOffload(GradientMethod, Sink):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:
+    def _begin(self, own: shards.Share) -> None:
         self._follow()
 
     def _backward(self, loss: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ class AdamOffloadConfig(AdamSettings):
     gpu_updates: bool | None = setting(None,
         "The GPU also updates a part of the parameters, whose state is copied over the link; same bits. null = if "
         "there is a GPU.")
-    activations: Literal["block", "host", "none", "auto"] = "block"
+    activations: Literal["block", "host", "none", "auto"] = "auto"
     compile: bool | str = False
     # fmt: on
 

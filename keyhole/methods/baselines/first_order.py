@@ -59,13 +59,13 @@ class TorchMethod(ByTorch):
         """One update from one batch or the micro-batches of one step. Returns the loss, on the device."""
         self.model.apply_deferred(before_step_of=self)
         ranks = self.model.ranks
-        sent, first, loss_count, weight = share(self.model, batch)
+        own = share(self.model, batch)
         total = torch.zeros((), device=self.model.device)
         try:
             with self.dropout.step():
-                for k, b in enumerate(sent if weight else ()):
-                    with self.dropout.turn(first + k):
-                        total += self._differentiate(b, loss_count)
+                for k, b in enumerate(own.passes if own.weight else ()):
+                    with self.dropout.turn(own.first + k):
+                        total += self._differentiate(b, own.count)
                 if ranks.several:
                     total = total_loss(self.model, total)
                     sum_gradients(ranks, list(self.params.values()), at_once=False)

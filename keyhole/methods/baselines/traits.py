@@ -35,7 +35,7 @@ class GaLoreConfig(AdamSettings, BaselineConfig):
     rank: Count = setting(128, "Rank of the projection; a matrix is projected if its shorter side is larger than this.")
     update_proj_gap: Count = setting(200, "Steps between two SVDs.")
     scale: Positive = setting(0.25, "Factor of the update of projected matrices.")
-    activations: Literal["none", "block"] = "none"
+    activations: Literal["auto", "none", "block"] = "auto"
     # fmt: on
 
 

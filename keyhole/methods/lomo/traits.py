@@ -19,7 +19,7 @@ class LOMOSettings(MethodSettings):
         "clip_value": "use max_grad_norm, which clips by the norm of the whole gradient",
     }
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
-    activations: Literal["none", "block", "host", "auto"] = "block"
+    activations: Literal["none", "block", "host", "auto"] = "auto"
     compile: bool | str = False
     fused: bool = python(True, "Compute the gradients of linear layers in one buffer; False: torch's own backward.")
     groups: list[dict[str, Any]] | None = python(

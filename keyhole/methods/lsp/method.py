@@ -28,7 +28,7 @@ check_freq steps a sample of the matrices is checked again (learn.py).
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -45,7 +45,7 @@ from keyhole.methods.lsp.traits import LSP as ROW
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.methods.weight_decay import weight_decay_of
-from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.batch import DeviceBatch
 from keyhole.offload.engine import Engine
 from keyhole.weak import weakly
 
@@ -83,12 +83,12 @@ class LSP(GradientMethod):
     def backward_passes(self) -> int:
         return 2 if self.settings.checks(self.step_count) else 1
 
-    def _begin(self, batch: Batch | Sequence[Batch], batches: list[DeviceBatch]) -> None:
+    def _begin(self, own: shards.Share) -> None:
         if self.settings.checks(self.step_count):
             self._flush()
         if self.updates.host is not None:
             self.updates.host.wait_s = self.updates.host.update_s = 0.0
-        self.sample, self.judge = next(iter(batches), None), shards.first_rank(self.model, batch)
+        self.sample, self.judge = own.passes[0], own.first_rank(self.model.ranks)
         self.updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without an acquire
 
     def _backward(self, loss: torch.Tensor) -> None:

@@ -60,7 +60,7 @@ class LSPConfig(AdamSettings):
         "Share of the matrices that a check measures; None: the preset's.")
     learn: bool = python(True, "Fit projectors to gradients; False: keep the random ones (baseline).")
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    activations: Literal["block", "host", "auto"] = "block"
+    activations: Literal["block", "host", "auto"] = "auto"
     compile: bool | str = False
     # fmt: on
 

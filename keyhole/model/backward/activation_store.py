@@ -8,7 +8,8 @@ overlap with the block's kernels: 34 MB take 0.6 ms on a fast link, the block ab
     prefetch  H2D copy to a new device tensor on the side stream, during the backward pass of the block above
     get       the compute stream waits for that copy
 
-Pinned buffers are reused from step to step. On a CPU device tensors stay where they are.
+Pinned buffers are reused from step to step. On a CPU device tensors stay where they are. With activations=auto those of
+the last blocks stay on the device, as many as the plan has room for: a function of the batch's shape and the budget.
 
 Or (activations: auto) blocks keep their whole graphs, as many as fit in the free memory, and are not recomputed: a
 quarter less work. The backward pass begins with the last blocks, so their graphs are kept for the shortest time. The
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 from keyhole.machine.gpu import ACCELERATOR, accelerator
-from keyhole.model.backward.memory import HIDDEN, WIDE
+from keyhole.model.backward.memory import HIDDEN, WIDE, first_kept
 from keyhole.model.model import Model
 from keyhole.model.spare_memory import SpareMemory
 
@@ -75,16 +76,21 @@ class HostActivation:
 
 
 class ActivationStore:
-    """Moves tensors to host memory and back. to_host=False: they stay where they are."""
+    """Moves inputs of blocks to host memory and back: of those before `first_kept`; all others stay where they are."""
 
-    def __init__(self, device: torch.device, to_host: bool) -> None:
-        self.to_host = to_host and device.type == ACCELERATOR
+    def __init__(self, device: torch.device, may_move: bool) -> None:
+        self.may_move = may_move and device.type == ACCELERATOR
+        self.first_kept = 0
         self.free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.side: Any = accelerator.Stream(device) if self.to_host else None
+        self.side: Any = accelerator.Stream(device) if self.may_move else None
 
-    def put(self, x: torch.Tensor) -> torch.Tensor | HostActivation:
-        """Starts the D2H copy; returns x itself if to_host is False."""
-        if not self.to_host:
+    def begin(self, blocks: int, each_bytes: int, room_bytes: int | None) -> None:
+        """A step begins (memory.first_kept)."""
+        self.first_kept = first_kept(blocks, each_bytes, room_bytes) if self.may_move else 0
+
+    def put(self, x: torch.Tensor, block: int) -> torch.Tensor | HostActivation:
+        """Starts the D2H copy of an input of this block; returns x itself if it stays."""
+        if block >= self.first_kept:
             return x
         x = x.contiguous()
         buffers = self.free.setdefault((x.numel(), x.dtype), [])

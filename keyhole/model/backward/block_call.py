@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from keyhole.errors import UserError
 from keyhole.machine.held import Changes
 from keyhole.machine.settings import compiler
-from keyhole.model.backward.activation_store import ActivationStore, HostActivation
+from keyhole.model.backward.activation_store import HostActivation
 from keyhole.model.backward.recompute import linears_offer
 from keyhole.model.forward.blocks import prepare_compiling
 
@@ -126,6 +126,9 @@ def _offering_forward(block: nn.Module, keep: bool, args: tuple, kwargs: dict[st
     return _forward(block, keep, args, kwargs)
 
 
+Store = Callable[[torch.Tensor], torch.Tensor | HostActivation]
+
+
 class Compiled:
     """Blocks compiled; one instance for all blocks of a model. keep: no recomputation. offer: the device on which
     linear layers offer their gradients; None if they do not."""
@@ -141,7 +144,7 @@ class Compiled:
 class CompiledCall(BlockCall):
     """A call of a block, compiled. What its graph saves: parameters by reference, inputs through the store."""
 
-    def __init__(self, compiled: Compiled, block: nn.Module, store: ActivationStore, args: tuple, kwargs: Any) -> None:
+    def __init__(self, compiled: Compiled, block: nn.Module, store: Store, args: tuple, kwargs: Any) -> None:
         super().__init__(block.forward, args, kwargs)
         self.compiled, self.block, self.store = compiled, block, store
         self.params = {p.data_ptr(): p for p in block.parameters()}
@@ -160,7 +163,7 @@ class CompiledCall(BlockCall):
         param = self.params.get(x.data_ptr())
         if param is not None and param.shape == x.shape and param.stride() == x.stride():  # not its transpose
             return param
-        stored = self.store.put(x.detach()) if x.data_ptr() in self.inputs else x
+        stored = self.store(x.detach()) if x.data_ptr() in self.inputs else x
         if isinstance(stored, HostActivation):
             self.on_host.append(stored)
             return stored

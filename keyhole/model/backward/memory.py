@@ -34,6 +34,7 @@ from keyhole.model.weights.format import Wire
 
 HIDDEN, WIDE = 18, 6
 FREE_SHARE = 1 / 16  # of the free memory, for the gradients of a block (sink.py)
+IN_FLIGHT = 3  # inputs of blocks that are on the device while others wait in host memory
 COPIES = 4  # of them, within a budget: while a backward pass is captured, two to compare and to restore
 HELD = 2  # units of experts that are on the device at the same time (experts.py)
 
@@ -44,6 +45,18 @@ def block_bytes(layout: Layout, itemsize: int) -> int:
     for unit in layout.of_kind("block"):
         sizes[unit.block] += unit.numel * itemsize
     return max(sizes.values(), default=0)
+
+
+def input_bytes(layout: Layout, tokens: int, itemsize: int) -> int:
+    """Bytes of the inputs of one block, of so many tokens."""
+    return itemsize * tokens * int(layout.table.shape[1])
+
+
+def first_kept(blocks: int, each_bytes: int, room_bytes: int | None) -> int:
+    """The first block whose inputs stay on the device, with so many bytes of inputs for each block, and room for so
+    many of all (None: no limit). The last blocks' are needed first, so these stay; a few others are on their way."""
+    stay = blocks if room_bytes is None else room_bytes // max(1, each_bytes)
+    return 0 if stay >= blocks else blocks - max(0, stay - IN_FLIGHT)
 
 
 def recording_bytes(layout: Layout, itemsize: int, tokens: int) -> int:
@@ -132,7 +145,7 @@ def reverse_bytes(
     homes = formats.homes(layout)
     rows = min(CHUNK_ROWS, layout.table.shape[0])
     at_once = min(tokens, HEAD_TOKENS)
-    kept_blocks = 3 if on_host or keeps else layout.block_count
+    kept_blocks = min(IN_FLIGHT, layout.block_count) if on_host or keeps else layout.block_count
     kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * block_numel(layout))
     kept += (layout.block_count * passes - 1) * int(keeps * b * tokens * saved_numel(layout))
     at_work = (of_a_block(layout) + HELD) * layout.largest_unit_numel if layout.has_expert_units else block

@@ -33,7 +33,7 @@ from keyhole.model.backward.activation_store import ActivationStore, KeptBlocks
 from keyhole.model.backward.attention import exact_attention
 from keyhole.model.backward.block_call import Compiled
 from keyhole.model.backward.experts import ExpertGradients
-from keyhole.model.backward.memory import HELD
+from keyhole.model.backward.memory import HELD, input_bytes
 from keyhole.model.backward.recompute import Recompute, linears_offer
 from keyhole.model.backward.recorded import RecordedBlocks, has_room
 from keyhole.model.backward.sink import HandOver, Sink
@@ -83,7 +83,7 @@ class Reverse:
         runs_again = fused and not (compiled or self.keeps_all)
         self.recompute = [second_run(block) for block in model.blocks] if runs_again else None
         self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
-        self.store = ActivationStore(model.device, to_host=activations == "host")
+        self.store = ActivationStore(model.device, may_move=activations in ("host", "auto"))
         self.vocabulary = VocabularyGradients(model)
         self.gradients = HandOver(self.layout)
         self.experts = None
@@ -189,6 +189,10 @@ class Reverse:
             recorded = recorded if len(batches) == 1 and not may_draw else None
         if recorded is not None and not recorded.begin(tokens):
             recorded = None
+        room = 0 if self.activations == "host" else None
+        if self.activations == "auto" and self.model.placed is not None and recorded is None:
+            room = self.model.placed.input_bytes
+        self.store.begin(len(self.model.blocks), input_bytes(self.layout, sum(tokens), self.model.dtype.itemsize), room)
         first_kept = math.inf
         if recorded is None and (self.compiled is not None or self.keeps_all):
             first_kept = 0

@@ -28,6 +28,7 @@ A block that draws random numbers (dropout) restores the generator's state of th
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class KeptInputs(Visit):
             self.random = (torch.get_rng_state(), *get_device_states(*self.values))
         with torch.no_grad():
             output = self.run_first() if recorded is None else recorded.first_run(self)
-        self.values = [store.put(v.detach()) if i in self.origins else v for i, v in enumerate(self.values)]
+        self.values = [store.put(v.detach(), self.block) if i in self.origins else v for i, v in enumerate(self.values)]
         self.call.on_host = [value for value in self.values if isinstance(value, HostActivation)]
         return output
 
@@ -188,7 +189,7 @@ class Tape:
         """A pass calls a block."""
         call = BlockCall(forward, args, kwargs)
         if self.compiled is not None:
-            call = CompiledCall(self.compiled, block, self.store, args, kwargs)
+            call = CompiledCall(self.compiled, block, partial(self.store.put, block=i), args, kwargs)
             if call.empty:
                 raise UserError(
                     "compile: blocks of this model hand tensors to each other in a mapping; set compile=false"
