@@ -28,15 +28,16 @@ SHAPES = {  # OPT: width, blocks, heads
 }
 BLOOM = {"BLOOM-176B": (14336, 70, 112)}
 GPT2 = {"GPT2-1.3B": (1600, 40, 25)}
-LLAMA = {  # width, blocks, heads, width of the MLP
-    "3.5B": (4096, 16, 32, 11008),
-    "7B": (4096, 32, 32, 11008),
-    "30B": (6656, 60, 52, 17920),
+LLAMA = {  # width, blocks, heads, heads of keys, width of the MLP, vocabulary
+    "3.5B": (4096, 16, 32, 32, 11008, 32000),
+    "7B": (4096, 32, 32, 32, 11008, 32000),
+    "8B": (4096, 32, 32, 8, 14336, 128256),
+    "30B": (6656, 60, 52, 52, 17920, 32000),
 }
 BLOCKS = {name: shape[1] for name, shape in (SHAPES | BLOOM | GPT2).items()}  # of every model, by its name
 BLOCKS |= {f"Llama-{size}": shape[1] for size, shape in LLAMA.items()}
-VOCABULARY, BLOOM_VOCABULARY, GPT2_VOCABULARY, LLAMA_VOCABULARY = 50272, 250880, 50257, 32000
-QUICK, LLAMA_QUICK, QUICK_VOCABULARY = (32, 3, 2), (64, 3, 4, 160), 128
+VOCABULARY, BLOOM_VOCABULARY, GPT2_VOCABULARY = 50272, 250880, 50257
+QUICK, LLAMA_QUICK, QUICK_VOCABULARY = (32, 3, 2), (64, 3, 4, 4, 160, 128), 128
 QUICK_SHRINK = 128  # factor for sequence lengths
 LEAST_BLOCKS = 2  # a single block would not be recognised as a list of blocks
 
@@ -74,13 +75,14 @@ def llama_config(name: str, quick: bool = False, blocks: int | None = None) -> A
     """The LlamaConfig of a size. quick: the same kind of model, tiny."""
     from transformers import LlamaConfig
 
-    width, layers, heads, mlp = LLAMA_QUICK if quick else LLAMA[name]
+    width, layers, heads, keys, mlp, words = LLAMA_QUICK if quick else LLAMA[name]
     return LlamaConfig(
         hidden_size=width,
         num_hidden_layers=min(layers, blocks or layers),
         num_attention_heads=heads,
+        num_key_value_heads=keys,
         intermediate_size=mlp,
-        vocab_size=QUICK_VOCABULARY if quick else LLAMA_VOCABULARY,
+        vocab_size=words,
         max_position_embeddings=POSITIONS,
     )
 

@@ -82,7 +82,8 @@ def load(case: Case, device: str, quick: bool, graphs: bool = True) -> keyhole.M
     if case.system not in BASELINES:
         own = settings_of(case)
         clips = own.max_grad_norm is not None
-        work = Workload(case.method, tokens, case.micro_batches * own.passes, own, clips=clips)
+        passes, length = case.micro_batches * own.passes, shortened(case.length, quick)
+        work = Workload(case.method, tokens, passes, own, clips=clips, length=length)
     return keyhole.load(
         model_config(case.model, case.length, case.blocks, quick),
         placement="stream" if case.system == STREAMED else "resident",

@@ -35,7 +35,7 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
 from keyhole.methods.workload import Formulas, Room, StepWork, Workload
 from keyhole.model.backward import memory as backward
-from keyhole.model.backward.activation_store import SHARE as KEPT
+from keyhole.model.backward.kept_blocks import SHARE as KEPT
 from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
 from keyhole.model.forward import memory as forward
 from keyhole.model.forward.memory import launched_as_graphs
@@ -83,6 +83,7 @@ def reverse_bytes(
         on_host=how == "host",
         keeps=keeps,
         compiled=compiled,
+        parks=work.parks,
         updates=updates,
         formats=room.formats,
         workspace_bytes=room.workspace_bytes,
@@ -250,15 +251,16 @@ def reverse_work(
     touched = passes * (COMPILED if _is_compiled(work) else 1.0) * elements
     homes, uploaded = room.formats.homes(layout), met_bytes(layout, streamed, work, room)
     uploaded -= min(uploaded, (slot_count(layout) - 1) * max((homes[i] for i in streamed), default=0))
+    parks = work.parks and work.passes > 1  # gradients of all blocks' inputs too; and each input comes twice
     inputs = 0  # of all blocks and micro-batches, while they wait in host memory for the backward pass
     if _keeps(work) == "host":
         inputs = passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
     return StepWork(
         products=passes * forward * (1 + reverses * (again + 1 + weight_products)),
         touched=touched * (1 + reverses * (again + TWICE)),
-        up=(1 + reverses) * uploaded + reverses * inputs,
-        down=float(inputs),
-        host_bytes=inputs,
+        up=(1 + reverses) * uploaded + (1 + 2 * reverses if parks else reverses) * inputs,
+        down=float((1 + reverses if parks else 1) * inputs),
+        host_bytes=inputs + (3 * inputs // layout.block_count if parks else 0),
         kept_bytes=kept_bytes,
         forwards=forwards,
         recorded=recorded,

@@ -39,6 +39,7 @@ class Workload:
     chooses: bool = False  # loss: candidates
     rows: int | None = None  # of the training data; None: unknown
     trained: float | None = None  # tokens of a row that are trained, those of all candidates; None: unknown
+    parks: bool = False  # what passes hold between blocks waits in host memory
 
     @property
     def batch(self) -> int:

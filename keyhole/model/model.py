@@ -255,6 +255,11 @@ class Model(Closable):
         finally:
             passes.steady, passes.block_at_once, passes.streams = False, False, {}
 
+    @property
+    def passes_hold(self) -> dict[int, tuple[int, tuple]]:
+        """The passes that wait for a block, with the block and what they will call it with (block_at_once)."""
+        return self._lockstep.holds
+
     def expect(self, units: list[Unit]) -> None:
         """Tells the engine which units of a stack of experts the sweep visits next: the router has chosen."""
         among = set().union(*{id(unit.tensors[0]): self._stack_pages[unit.tensors[0].name] for unit in units}.values())

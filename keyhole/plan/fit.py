@@ -24,6 +24,7 @@ needs are not planned, only the weights are named.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -89,7 +90,7 @@ class Costs:
         limit, found = self.room.limit_bytes, self._of(layout, streamed, self._keeping("block"))
         if limit is None or found.total <= limit:
             return found
-        found = self._of(layout, streamed, self._keeping("host"))
+        found = self._of(layout, streamed, self._waiting(layout))
         assert isinstance(found, ReverseBytes)
         each = backward.input_bytes(layout, self.work.tokens * self.work.passes, self.room.formats.dtype.itemsize)
         return replace(found, kept=found.kept + each * max(0, int((limit - found.total) / ALLOCATOR_SLACK / each)))
@@ -105,7 +106,13 @@ class Costs:
     def work_of(self, layout: Layout, streamed: set[int]) -> Workload:
         """The work with activations=auto decided: host, where not all block inputs stay on the device."""
         waits = self._keeps == "auto" and self.waiting_blocks(layout, streamed) > 0
-        return self._keeping("host") if waits else self.work
+        return self._waiting(layout) if waits else self.work
+
+    def _waiting(self, layout: Layout) -> Workload:
+        """With inputs in host memory; and what passes hold between blocks, where nothing else would fit."""
+        work, everything = self._keeping("host"), {unit.index for unit in layout.units[1:]}
+        tight = work.passes > 1 and self._of(layout, everything, work).total > (self.room.limit_bytes or math.inf)
+        return replace(work, parks=tight)
 
     @property
     def _own(self) -> MethodSettings | None:

@@ -27,6 +27,7 @@ from keyhole.methods.workload import Room
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.model import Model
 from keyhole.plan.dtype import AUTO, NAMES
+from keyhole.plan.fit import Costs
 from keyhole.plan.measure import known, rates_of
 from keyhole.plan.placement import USABLE
 from keyhole.plan.seconds import PROFILES, step_seconds, trust
@@ -116,6 +117,7 @@ def planned(model: Model, method: str, tokens: float | None = None) -> Planned:
     each = placed.work.tokens if tokens is None else min(placed.work.tokens, max(1, round(tokens / micro)))
     work = replace(placed.work, method=method, tokens=each, experts=experts_share(model.config))
     room = Room(formats, placed.workspace_bytes, placed.limit_bytes)
+    work = Costs(work, room, row).work_of(model.layout, streamed)
     asked = row.planned_work(model.layout, streamed, work, room, rates or next(iter(PROFILES.values())))
     host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + process_bytes(row, settings, on_gpu)
     made.host_bytes = int(host) + (0 if on_gpu else placed.device_bytes.total)  # the CPU is the device

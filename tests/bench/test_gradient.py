@@ -83,7 +83,7 @@ def test_a_table_of_the_user_s_own(tmp_path: Path) -> None:
 def test_own_products_have_the_operations_of_a_step(activations: str, each: int) -> None:
     """6 per parameter of a block and token, 8 where it runs again, less the product that is left out; 8 of the head."""
     case, tokens = Case("Llama-7B", "resident", "lomo", options={"activations": activations}), 64
-    width, blocks, _, mlp = LLAMA["7B"]
+    width, blocks, _, _, mlp, _ = LLAMA["7B"]
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(llama_config("7B"), dtype=torch.bfloat16)
     with FlopCounterMode(display=False) as counter:

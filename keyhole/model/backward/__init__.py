@@ -5,7 +5,8 @@ sink.py               the interface through which a method receives gradients, a
 vocabulary.py         loss, and gradients of embedding and head, in chunks of the vocabulary
 tape.py               what the forward pass keeps so that blocks can be differentiated one at a time
 block_call.py         one call of a block, plain or compiled, as a function of its inputs; the autograd graph of one run
-activation_store.py   block inputs in host memory; blocks that keep all their activations, as many as fit
+activation_store.py   what a step keeps in host memory: block inputs, and what passes that wait hold
+kept_blocks.py        blocks that keep all their activations, as many as fit
 recompute.py          recomputation of a block, whose linear layers offer their gradients as factors
 experts.py            gradients of experts that are loaded one at a time
 recorded.py           small blocks as CUDA graphs (model/recorder.py)

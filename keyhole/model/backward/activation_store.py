@@ -1,43 +1,34 @@
-"""Block inputs between forward and backward pass, on the device or in host memory.
+"""What a step keeps between its passes over a block, in host memory: the second stream beside the weights.
 
-Each block's input is [tokens, width]. For 32 blocks of width 4096 and 4096 tokens in 16 bit that is 1 GiB, most of what
-is left on the GPU once gradients and optimizer state are gone. In host memory it costs two copies per block, which
-overlap with the block's kernels: 34 MB take 0.6 ms on a fast link, the block about 10 ms.
+The input of a block is [tokens, width]. For 32 blocks of width 4096 and 4096 tokens in 16 bit these are 1 GiB, most of
+what is left on the GPU once gradients and optimizer state are gone. In host memory they cost a copy each way, which
+overlaps with the block's kernels: 34 MB take 0.6 ms on a fast link, the block about 10 ms.
 
-    put       D2H copy to a pinned buffer on a side stream; the device memory is free when that copy is done
-    prefetch  H2D copy to a new device tensor on the side stream, during the backward pass of the block above
-    get       the compute stream waits for that copy
+    move       D2H copy to a pinned buffer on a side stream; the device memory is free when that copy is done
+    prefetch   H2D copy to a new device tensor on the side stream, while the pass before is computed
+    get        the compute stream waits for that copy
 
-Pinned buffers are reused from step to step. On a CPU device tensors stay where they are. With activations=auto those of
-the last blocks stay on the device, as many as the plan has room for: a function of the batch's shape and the budget.
+A step of many passes also has, for every pass, the hidden states with which it waits for the next block, their
+gradients in the backward pass, and what autograd saves behind the last block. Where the plan has no room for these
+(`parks`), they wait in host memory too, and a step of any number of passes takes the device memory of one: a pass that
+waits is *parked*. Its tensor stays what it is, but its storage is given back, and comes again before the pass goes on.
+What was parked is the kept input of the next block at the same time, so it goes down once.
 
-Or (activations: auto) blocks keep their whole graphs, as many as fit in the free memory, and are not recomputed: a
-quarter less work. The backward pass begins with the last blocks, so their graphs are kept for the shortest time. The
-first step on batches of a new size keeps none and measures its peak;
-
-    blocks kept from the next such step on = SHARE x (limit - peak) / bytes of the activations of one block
-
-The limit is the budget, or the free memory of the device. The bytes of one block are those of memory.py. A block gives
-the same bits either way, so this choice may depend on memory. Small blocks run as CUDA graphs (recorded.py), whose
-memory is their own, for every shape of batches: they keep activations as long as SPARE of the device's memory, or of
-the budget beside the planned step, stays free. Within a budget, what recordings hold is not for others to keep: not
-what they held when the peak was measured (of which it counts all but the temporaries in the pool of graphs), nor what
-came since.
+Pinned buffers are reused from step to step. With activations=auto the inputs of the last blocks stay on the device, as
+many as the plan has room for: a function of the batch's shape and the budget. A CPU moves nothing.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from keyhole.machine.gpu import ACCELERATOR, accelerator
-from keyhole.model.backward.memory import HIDDEN, WIDE, first_kept
-from keyhole.model.model import Model
-from keyhole.model.spare_memory import SpareMemory
+from keyhole.model.backward.memory import IN_FLIGHT, first_kept
 
-SHARE = 0.75  # below 1 because activations are freed and allocated in pieces
-SPARE = 0.25  # of the memory stays free beside graphs that keep activations for good
+SMALL = 2**16  # elements: what autograd saves of fewer stays on the device
 
 
 @dataclass
@@ -46,28 +37,23 @@ class HostActivation:
 
     store: "ActivationStore"
     on_host: torch.Tensor
-    device: torch.device
-    arrived: accelerator.Event | None = None
     on_device: torch.Tensor | None = None
+    arrived: Any = None
 
     def prefetch(self) -> None:
         """Starts the H2D copy into memory of the stream that uses it; the copy waits for that stream."""
         if self.on_device is None:
-            side = self.store.side
-            self.on_device = torch.empty(self.on_host.shape, dtype=self.on_host.dtype, device=self.device)
-            side.wait_stream(accelerator.current_stream(self.device))
-            with accelerator.stream(side):
-                self.on_device.copy_(self.on_host, non_blocking=True)
-                self.arrived = accelerator.Event()
-                self.arrived.record(side)
-            self.on_device.record_stream(side)
+            self.on_device = torch.empty(self.on_host.shape, dtype=self.on_host.dtype, device=self.store.device)
+            self.arrived = self.store.copy_up(self.on_host, self.on_device)
 
-    def get(self) -> torch.Tensor:
-        """The tensor on the device."""
+    def get(self, release: bool = False) -> torch.Tensor:
+        """The tensor on the device. release: it is needed no more in host memory."""
         self.prefetch()
-        assert self.arrived is not None and self.on_device is not None
-        accelerator.current_stream(self.device).wait_event(self.arrived)
+        self.store.wait(self.arrived)
         x, self.on_device = self.on_device, None
+        assert x is not None
+        if release:
+            self.release()
         return x
 
     def release(self) -> None:
@@ -75,66 +61,113 @@ class HostActivation:
         self.store.free[self.on_host.numel(), self.on_host.dtype].append(self.on_host.view(-1))
 
 
+class Parked:
+    """A tensor of a pass that waits, without memory on the device until it is restored."""
+
+    def __init__(self, store: "ActivationStore", x: torch.Tensor) -> None:
+        self.store, self.x, self.nbytes, self.moved = store, x, x.nbytes, store.move(x.detach())
+        self.arrived, self.is_back = None, False
+        x.keyhole_moved = self.moved, x._version  # type: ignore[attr-defined]
+        x.untyped_storage().resize_(0)
+
+    def prefetch(self) -> None:
+        if not self.is_back:
+            self.x.untyped_storage().resize_(self.nbytes)
+            self.arrived, self.is_back = self.store.copy_up(self.moved.on_host, self.x.data), True
+
+    def restore(self) -> None:
+        self.prefetch()
+        self.store.wait(self.arrived)
+
+
 class ActivationStore:
-    """Moves inputs of blocks to host memory and back: of those before `first_kept`; all others stay where they are."""
+    """Moves tensors of a step to host memory and back. Inputs of blocks before `first_kept` wait there; `parks`: what
+    passes hold between blocks, too."""
 
     def __init__(self, device: torch.device, may_move: bool) -> None:
-        self.may_move = may_move and device.type == ACCELERATOR
-        self.first_kept = 0
+        self.device, self.may_move, self.first_kept, self.parks = device, may_move, 0, False
+        self.cuda = device.type == ACCELERATOR
         self.free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.side: Any = accelerator.Stream(device) if self.may_move else None
+        self.side: Any = accelerator.Stream(device) if self.cuda and may_move else None
+        self.parked: dict[int, list[Parked]] = {}  # by pass
 
-    def begin(self, blocks: int, each_bytes: int, room_bytes: int | None) -> None:
-        """A step begins (memory.first_kept)."""
-        self.first_kept = first_kept(blocks, each_bytes, room_bytes) if self.may_move else 0
+    def begin(self, blocks: int, passes: int, each_bytes: int, room_bytes: int | None, all_move: bool) -> None:
+        """A step begins, with so many bytes of inputs for each block, and room for so many of all of them (None: no
+        limit). all_move: inputs of all blocks wait in host memory."""
+        self.parked.clear()
+        self.first_kept, self.parks = 0, False
+        if self.may_move:
+            self.first_kept = blocks if all_move else first_kept(blocks, each_bytes, room_bytes)
+            tight = room_bytes is not None and room_bytes < IN_FLIGHT * each_bytes
+            self.parks = passes > 1 and self.first_kept > 0 and tight
 
-    def put(self, x: torch.Tensor, block: int) -> torch.Tensor | HostActivation:
-        """Starts the D2H copy of an input of this block; returns x itself if it stays."""
-        if block >= self.first_kept:
-            return x
+    def move(self, x: torch.Tensor) -> HostActivation:
+        """Starts the D2H copy."""
         x = x.contiguous()
         buffers = self.free.setdefault((x.numel(), x.dtype), [])
-        host = buffers.pop() if buffers else torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
-        self.side.wait_stream(accelerator.current_stream(x.device))
+        host = buffers.pop() if buffers else torch.empty(x.numel(), dtype=x.dtype, pin_memory=self.cuda)
+        if self.side is None:
+            host.copy_(x.view(-1))
+        else:
+            self.side.wait_stream(accelerator.current_stream(x.device))
+            with accelerator.stream(self.side):
+                host.copy_(x.view(-1), non_blocking=True)
+            x.record_stream(self.side)
+        return HostActivation(self, host.view(x.shape))
+
+    def copy_up(self, host: torch.Tensor, x: torch.Tensor) -> Any:
+        """Starts the H2D copy to memory that the current stream has just allocated; returns its event."""
+        if self.side is None:
+            x.copy_(host)
+            return None
+        self.side.wait_stream(accelerator.current_stream(self.device))
         with accelerator.stream(self.side):
-            host.copy_(x.view(-1), non_blocking=True)
+            x.copy_(host, non_blocking=True)
+            arrived = accelerator.Event()
+            arrived.record(self.side)
         x.record_stream(self.side)
-        return HostActivation(self, host.view(x.shape), x.device)
+        return arrived
 
+    def wait(self, arrived: Any) -> None:
+        """The current stream waits for a copy."""
+        if arrived is not None:
+            accelerator.current_stream(self.device).wait_event(arrived)
 
-class KeptBlocks:
-    """Chooses the first block that keeps its graph."""
+    def put(self, x: torch.Tensor, block: int) -> torch.Tensor | HostActivation:
+        """The input of a block, moved to host memory if it is to wait there. What was parked there is there."""
+        if block >= self.first_kept:
+            return x.detach()
+        moved, version = getattr(x, "keyhole_moved", (None, None))
+        return moved if moved is not None and version == x._version else self.move(x.detach())
 
-    def __init__(self, model: Model, spare: SpareMemory) -> None:
-        self.model, self.spare = model, spare
-        self.room: dict[int, float] = {}  # bytes beside a step on so many tokens; nan: will be known after this step
-        numel = HIDDEN * model.layout.table.shape[1] + WIDE * model.layout.widest
-        self.bytes_per_token = model.dtype.itemsize * numel
+    # -- passes that wait --------------------------------------------------------------------------------------------
+
+    def park(self, index: int, block: int, held: Sequence[object]) -> None:
+        """A pass waits for a block, which it will call with these arguments."""
+        if block >= self.first_kept:
+            return
+        for x in held:
+            whole = isinstance(x, torch.Tensor) and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+            if isinstance(x, torch.Tensor) and whole and x.numel() >= self.smallest:
+                self.parked.setdefault(index, []).append(Parked(self, x))
 
     @property
-    def possible(self) -> bool:  # a streamed block has moved by its backward pass
-        return self.model.device.type == ACCELERATOR and not self.model.engine.streamed
+    def smallest(self) -> int:
+        return SMALL if self.cuda else 1
 
-    def has_room(self, tokens: int) -> bool:
-        """Whether a recording of one block can keep its activations of this number of tokens."""
-        if not self.possible:
-            return False
-        total = self.spare.budget_bytes or accelerator.mem_get_info(self.model.device)[1]
-        return self.spare.left() - self.bytes_per_token * tokens >= SPARE * total
+    def prefetch(self, index: int) -> None:
+        for parked in self.parked.get(index, ()):
+            parked.prefetch()
 
-    def first_kept(self, tokens: int) -> float:
-        """The first block that keeps its graph in a step on this number of tokens."""
-        device, budget, held = self.model.device, self.spare.budget_bytes, self.spare.held
-        if not self.possible:
-            return math.inf
-        if tokens not in self.room:
-            self.room[tokens] = math.nan
-            accelerator.reset_peak_memory_stats(device)
-            return math.inf
-        if math.isnan(self.room[tokens]):
-            limit = accelerator.memory_reserved(device) + accelerator.mem_get_info(device)[0]
-            limit = limit if budget is None else min(budget, limit) + held.total() - held["graphs"]
-            self.room[tokens] = limit - accelerator.max_memory_allocated(device)
-        room = self.room[tokens] - (0 if budget is None else held.total())
-        count = max(0, int(SHARE * room / (self.bytes_per_token * tokens)))
-        return max(0, self.model.layout.block_count - count)
+    def restore(self, index: int) -> None:
+        """The pass goes on."""
+        for parked in self.parked.pop(index, ()):
+            parked.restore()
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor | HostActivation:
+        """What autograd saves of a pass between its blocks."""
+        stays = isinstance(x, nn.Parameter) or x.device != self.device or x.numel() < self.smallest
+        return x if stays or not x.is_floating_point() else self.move(x.detach())
+
+    def unpack(self, x: torch.Tensor | HostActivation) -> torch.Tensor:
+        return x.get() if isinstance(x, HostActivation) else x

@@ -163,7 +163,7 @@ class CompiledCall(BlockCall):
         param = self.params.get(x.data_ptr())
         if param is not None and param.shape == x.shape and param.stride() == x.stride():  # not its transpose
             return param
-        stored = self.store(x.detach()) if x.data_ptr() in self.inputs else x
+        stored = self.store(x) if x.data_ptr() in self.inputs else x
         if isinstance(stored, HostActivation):
             self.on_host.append(stored)
             return stored

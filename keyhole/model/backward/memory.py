@@ -11,6 +11,8 @@ For b bytes per element, M tokens per micro-batch, m micro-batches, L blocks, wi
     kept         block inputs: L m M H on the device, or three of them if they wait in host memory
                  if no block is recomputed: also what the graphs of the others keep         b M (L m - 1) saved
     activations  of one block that is recomputed with its graph, and gradients in flight    b M (saved + 2 H + (u+1) W)
+    (parks)      where passes are parked (activation_store.py): kept 3 M H, and after the last block m M H b for hidden
+                 states, (4 + b) H for the gradients of GROUP tokens, and the rest of one pass
     logits       one chunk of the vocabulary, twice in b; and what comes after the last      m M H (8 + 3 b)
                  block, of all micro-batches: its outputs, those of the norm before and
                  after its weight, the norm's input in fp32, the gradients in fp32
@@ -35,6 +37,7 @@ from keyhole.model.weights.format import Wire
 HIDDEN, WIDE = 18, 6
 FREE_SHARE = 1 / 16  # of the free memory, for the gradients of a block (sink.py)
 IN_FLIGHT = 3  # inputs of blocks that are on the device while others wait in host memory
+GROUP = 2**14  # tokens whose gradients behind the last block are on the device together, where there is no room for all
 COPIES = 4  # of them, within a budget: while a backward pass is captured, two to compare and to restore
 HELD = 2  # units of experts that are on the device at the same time (experts.py)
 
@@ -136,9 +139,11 @@ def reverse_bytes(
     updates: int = 0,
     keeps: float = 0.0,
     compiled: bool = False,
+    parks: bool = False,
 ) -> ReverseBytes:
-    """The device peak of a step. on_host: block inputs wait in host memory; updates: bytes that the method adds;
-    keeps: the share of what autograd saves that every block keeps, 0 if blocks are recomputed; compiled: blocks are."""
+    """The device peak of a step. on_host: block inputs wait in host memory; parks: so does what passes hold between
+    blocks; updates: bytes that the method adds; keeps: the share of what autograd saves that every block keeps, 0 if
+    blocks are recomputed; compiled: blocks are."""
     b, hidden = formats.dtype.itemsize, layout.table.shape[1]
     largest = max((shape.numel() for shape in layout.matrices), default=0)
     block = layout.blocks_numel // max(1, layout.block_count)
@@ -146,10 +151,13 @@ def reverse_bytes(
     rows = min(CHUNK_ROWS, layout.table.shape[0])
     at_once = min(tokens, HEAD_TOKENS)
     kept_blocks = min(IN_FLIGHT, layout.block_count) if on_host or keeps else layout.block_count
-    kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * block_numel(layout))
+    step = passes * tokens
+    kept, activations = b * kept_blocks * (tokens if parks else step) * hidden, int(b * tokens * block_numel(layout))
     kept += (layout.block_count * passes - 1) * int(keeps * b * tokens * saved_numel(layout))
     at_work = (of_a_block(layout) + HELD) * layout.largest_unit_numel if layout.has_expert_units else block
-    after_blocks = passes * tokens * hidden * (8 + 3 * b) - (b * 3 * passes * tokens * hidden if on_host else 0)
+    after_blocks = step * hidden * (8 + 3 * b) - (b * kept_blocks * step * hidden if on_host else 0)
+    if parks:
+        after_blocks = hidden * (b * step + (4 + b) * min(step, GROUP) + (8 + 3 * b) * tokens)
     more = block if compiled else largest
     scratch = b * at_work if formats.packs or formats.plain != formats.dtype else 0
     return ReverseBytes(

@@ -37,10 +37,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from keyhole.machine.gpu import ACCELERATOR
-from keyhole.model.backward.activation_store import KeptBlocks
 from keyhole.model.backward.block_call import BlockGraph, Gradients, Result, Values
+from keyhole.model.backward.kept_blocks import KeptBlocks
 from keyhole.model.backward.memory import COPIES, FREE_SHARE, block_bytes, recording_bytes
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.sink import NOTHING, HandOver, RecordableSink, Sink, UnitGradients
@@ -247,7 +248,7 @@ class RecordedBlocks(Recorder):
                 param.grad = grad if param.grad is None else param.grad + grad
                 gradients.accumulated(param)
         below = [visit.origins[i] for i in found[0]]
-        reads = all(isinstance(origin, tuple) and origin[0].block == block - 1 for origin in below)
+        reads = all(not isinstance(origin, GradientEdge) and origin[0].block == block - 1 for origin in below)
         visit.pass_on(found[0] if reads else copied(found[0]))  # the next block but one overwrites them
         return True
 

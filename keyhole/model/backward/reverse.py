@@ -29,10 +29,11 @@ from torch import nn
 from keyhole.errors import UserError, listed
 from keyhole.machine.gpu import ACCELERATOR
 from keyhole.machine.settings import expandable_segments, stream_warning
-from keyhole.model.backward.activation_store import ActivationStore, KeptBlocks
+from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.attention import exact_attention
 from keyhole.model.backward.block_call import Compiled
 from keyhole.model.backward.experts import ExpertGradients
+from keyhole.model.backward.kept_blocks import KeptBlocks
 from keyhole.model.backward.memory import HELD, input_bytes
 from keyhole.model.backward.recompute import Recompute, linears_offer
 from keyhole.model.backward.recorded import RecordedBlocks, has_room
@@ -83,7 +84,8 @@ class Reverse:
         runs_again = fused and not (compiled or self.keeps_all)
         self.recompute = [second_run(block) for block in model.blocks] if runs_again else None
         self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
-        self.store = ActivationStore(model.device, may_move=activations in ("host", "auto"))
+        moves = activations in ("host", "auto") and model.device.type == ACCELERATOR
+        self.store = ActivationStore(model.device, may_move=moves)
         self.vocabulary = VocabularyGradients(model)
         self.gradients = HandOver(self.layout)
         self.experts = None
@@ -145,6 +147,9 @@ class Reverse:
         self.common = model.device_weights.acquire(self.layout.common)
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
+        block_at_once = block_at_once or (len(batches) > 1 and not self.layout.has_expert_units)
+        store, holds = self.store, model.passes_hold
+        parks = store.parks and block_at_once
         held: list[Unit] = []
 
         def release(next_unit: Unit | None) -> None:
@@ -158,16 +163,23 @@ class Reverse:
             release(unit)
             model.binding.bind(unit, model.device_weights.acquire(unit, len(held)) if unit else None, self.common)
             held.extend([unit] if unit else [])
+            runs = unit is None or unit is self.units_of[unit.block or 0][-1]  # else the pass meets the next unit
             for i in range(len(batches)):
+                if parks and runs:
+                    store.restore(i)
+                    store.prefetch(i + 1)
                 with turn(i):
                     resume(i)
+                if parks and runs and i in holds:
+                    store.park(i, *holds.pop(i))
 
         def current_pass() -> int:
             assert model.conductor is not None
             return model.conductor.current.index
 
         self._longest = max(one.inputs["input_ids"].shape[-1] for one in batches)
-        with torch.enable_grad(), self.tape.recording(model.blocks, current_pass), self._attention():
+        saved = torch.autograd.graph.saved_tensors_hooks(store.pack, store.unpack) if parks else nullcontext()
+        with torch.enable_grad(), self.tape.recording(model.blocks, current_pass), self._attention(), saved:
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, block_at_once=block_at_once)
             release(None)
         self.vocabulary.drop_rows()
@@ -189,10 +201,9 @@ class Reverse:
             recorded = recorded if len(batches) == 1 and not may_draw else None
         if recorded is not None and not recorded.begin(tokens):
             recorded = None
-        room = 0 if self.activations == "host" else None
-        if self.activations == "auto" and self.model.placed is not None and recorded is None:
-            room = self.model.placed.input_bytes
-        self.store.begin(len(self.model.blocks), input_bytes(self.layout, sum(tokens), self.model.dtype.itemsize), room)
+        room = None if self.model.placed is None or recorded is not None else self.model.placed.input_bytes
+        each = input_bytes(self.layout, sum(tokens), self.model.dtype.itemsize)
+        self.store.begin(len(self.model.blocks), len(tokens), each, room, all_move=self.activations == "host")
         first_kept = math.inf
         if recorded is None and (self.compiled is not None or self.keeps_all):
             first_kept = 0
@@ -209,19 +220,21 @@ class Reverse:
         self.gradients.begin(sink)
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
-        self._reverse_end(self.vocabulary.reverse_head(sink), last)
+        self._reverse_end(sink, last)
         with self._attention():
             self._reverse_blocks(last)
         self.vocabulary.reverse_embedding(sink)
         self._reverse_common(sink)
 
-    def _reverse_end(self, grads: list[Any], last: bool) -> None:
+    def _reverse_end(self, sink: Sink, last: bool) -> None:
         """What comes after the last block. Its graph goes, if no further backward pass needs it: it holds the outputs
         of the last block, their gradients, and of a norm the same in float32, for every micro-batch."""
-        for i, grad_NH in enumerate(grads):
+        for i, grad_NH in self.vocabulary.reverse_head(sink, grouped=self.store.parks):
             torch.autograd.backward(self.hidden[i], grad_NH, retain_graph=True)
             if last:
-                self.hidden[i] = grads[i] = None
+                self.hidden[i] = None
+            if self.store.parks and i in self.tape.stops[-1]:
+                self.tape.stops[-1][i].move_grads()
         if last:
             self.vocabulary.drop_hidden()
 
@@ -231,6 +244,7 @@ class Reverse:
         gradients, stops = self.gradients, self.tape.stops
         to_come = Counter(block for stop in stops for block in {visit.block for visit in stop.values()})
         visits_of = Counter(visit.block for stop in stops for visit in stop.values())
+        coming = iter([visit for stop in reversed(stops) for visit in stop.values()][1:])
         for i in reversed(range(len(stops))):
             visits = list(stops[i].values())
             block = visits[0].block
@@ -240,16 +254,19 @@ class Reverse:
                 views = self.model.binding.bind(unit, computed, self.common)
                 if self.trains:
                     gradients.enter_unit(unit, stored, views)
-            for waiting in [one for visit in stops[i - 1].values() for one in visit.call.on_host] if i > 0 else ():
-                waiting.prefetch()
             to_come[block] -= 1
             gradients.visited_once = visits_of[block] == 1
             for visit in visits:
                 gradients.is_final = to_come[block] == 0 and visit is visits[-1]
+                if (after := next(coming, None)) is not None:
+                    after.prefetch()
                 with linears_offer(None if self.compiled is None else self.compiled.offer, gradients.offer_at):
                     visit.reverse(visit.take_grads(), partial(self._run_again, block), last)
                 for waiting in visit.call.on_host if last else ():
                     waiting.release()
+                if self.store.parks:
+                    self.vocabulary.move_row_grads(self.store)
+                    visit.move_inputs_grads()
             self._release_block(block, done=to_come[block] == 0)
             if last:
                 stops.pop()

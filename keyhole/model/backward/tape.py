@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -54,7 +55,7 @@ from keyhole.model.forward.hooks import replaced_forwards
 
 RunAgain = Callable[[Callable[[], Any]], Any]
 # Where an input came from: an output of a block, by its index among the outputs, or a graph between blocks.
-Origin = tuple["Visit", int] | torch.Tensor
+Origin = tuple["Visit", int] | GradientEdge
 
 
 class Visit:
@@ -66,9 +67,11 @@ class Visit:
         self.tape, self.block, self.index, self.call = tape, block, index, call
         self.values, call.values = call.values, []
         wants = {i: v for i, v in enumerate(self.values) if isinstance(v, torch.Tensor) and v.requires_grad}
-        self.origins: dict[int, Origin] = {i: getattr(v, "keyhole_origin", v) for i, v in wants.items()}
+        self.origins: dict[int, Origin] = {
+            i: getattr(v, "keyhole_origin", None) or get_gradient_edge(v) for i, v in wants.items()
+        }
         self.draws = tape.may_draw and any(part.training for part in module.modules())
-        self.output_grads: Gradients = {}
+        self.output_grads: dict[int, Any] = {}
         self.outputs = 0  # the number of floating-point ones
 
     def enter(self) -> Any:
@@ -106,22 +109,40 @@ class Visit:
 
     def add_grad(self, output: int, grad: torch.Tensor) -> None:
         """Adds to the gradient of an output."""
-        before = self.output_grads.get(output)
+        before = _on_device(self.output_grads.get(output))
         self.output_grads[output] = grad if before is None else before + grad
 
     def take_grads(self) -> Values:
         """Returns and drops the gradients of the outputs."""
-        return [self.output_grads.pop(output, None) for output in range(self.outputs)]
+        return [_on_device(self.output_grads.pop(output, None)) for output in range(self.outputs)]
+
+    def move_grads(self) -> None:
+        """The gradients of the outputs wait in host memory, those of other passes come first."""
+        for i, grad in self.output_grads.items():
+            if not isinstance(grad, HostActivation):
+                self.output_grads[i] = self.tape.store.move(grad)
+
+    def move_inputs_grads(self) -> None:
+        """The gradients of its inputs wait there too."""
+        for origin in self.origins.values():
+            if not isinstance(origin, GradientEdge):
+                origin[0].move_grads()
+
+    def prefetch(self) -> None:
+        """What the backward pass of this visit needs of host memory is on its way."""
+        for waiting in (*self.call.on_host, *self.output_grads.values()):
+            if isinstance(waiting, HostActivation):
+                waiting.prefetch()
 
     def pass_on(self, grads: Gradients) -> None:
         """Adds gradients of inputs to what they came from."""
         for i, grad in grads.items():
             origin = self.origins[i]
-            if isinstance(origin, tuple):
+            if isinstance(origin, GradientEdge):
+                torch.autograd.backward(origin, grad, retain_graph=True)
+            else:
                 visit, output = origin
                 visit.add_grad(output, grad)
-            else:
-                torch.autograd.backward(origin, grad, retain_graph=True)
 
 
 class KeptInputs(Visit):
@@ -133,7 +154,8 @@ class KeptInputs(Visit):
             self.random = (torch.get_rng_state(), *get_device_states(*self.values))
         with torch.no_grad():
             output = self.run_first() if recorded is None else recorded.first_run(self)
-        self.values = [store.put(v.detach(), self.block) if i in self.origins else v for i, v in enumerate(self.values)]
+        waits = {i for i, v in enumerate(self.values) if i in self.origins or hasattr(v, "keyhole_moved")}
+        self.values = [store.put(v, self.block) if i in waits else v for i, v in enumerate(self.values)]
         self.call.on_host = [value for value in self.values if isinstance(value, HostActivation)]
         return output
 
@@ -215,6 +237,10 @@ class Tape:
         for stop in self.stops:
             for visit in stop.values():
                 visit.output_grads.clear()
+
+
+def _on_device(grad: Any) -> Any:
+    return grad.get(release=True) if isinstance(grad, HostActivation) else grad
 
 
 def _detached(x: object) -> object:

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from keyhole.model.backward.activation_store import ActivationStore, HostActivation
+from keyhole.model.backward.memory import GROUP
 from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
@@ -54,6 +56,7 @@ class VocabularyGradients:
         self.scales: list[torch.Tensor] = []  # d loss / d nll of tokens: a scalar, or [N]
         self.embedded: list[tuple[torch.Tensor, nn.Parameter]] = []  # ids [M] and rows [M, H] that a pass looked up
         self.kept: dict[tuple[int, int], Logits] = {}  # by unit and pass
+        self.row_grads: list[tuple[torch.Tensor, HostActivation]] = []  # of rows that were looked up, in host memory
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
         """[M, H] rows of the table for a pass, as a leaf if they are trained. (A pass may look up twice.)"""
@@ -137,35 +140,63 @@ class VocabularyGradients:
         """Prepares a backward pass of loss_scale * loss."""
         scale = torch.ones((), device=self.model.device) * (loss_scale * self.weight) / self.loss_count
         self.scales = [scale if weight_N is None else scale * weight_N for weight_N in self.weights]
+        self.row_grads = []
         for _, leaf in self.embedded:
             leaf.grad = None
 
+    def move_row_grads(self, store: ActivationStore) -> None:
+        """A pass is through the first block: the gradients of its rows wait in host memory."""
+        for ids_M, leaf in self.embedded:
+            if leaf.grad is not None:
+                self.row_grads.append((ids_M, store.move(leaf.grad)))
+                leaf.grad = None
+
     # -- head ------------------------------------------------------------------------------------------------------
 
-    def reverse_head(self, sink: Sink) -> list[torch.Tensor]:
-        """Gradients of the hidden states, [N, H] per pass. Gradients of an untied head are handed over on the way. For
-        a classifier: gradients of the logits."""
+    def reverse_head(self, sink: Sink, grouped: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each pass with the gradient of its hidden states, [N, H]; of a classifier: that of the logits. Gradients of
+        an untied head are handed over on the way. grouped: so many passes at a time that the gradients in float32 are
+        of at most GROUP tokens; the head's own come last then, from logits that are computed again: the same bits."""
         if self.model.classifies:
-            passes = zip(self.hidden, self.batches, self.scales, strict=True)
-            return [self.model.head.nll_grad(x, b.target_N, scale).to(x.dtype) for x, b, scale in passes]
-        total: list[Any] = self.hidden_grads(sink)
-        for p, hidden_NH in enumerate(self.hidden):  # one by one: those in float32 are twice as large
-            total[p] = total[p].to(hidden_NH.dtype)
-        return total
+            for p, (x, b, scale) in enumerate(zip(self.hidden, self.batches, self.scales, strict=True)):
+                yield p, self.model.head.nll_grad(x, b.target_N, scale).to(x.dtype)
+            return
+        groups = self._groups() if grouped else [list(range(len(self.hidden)))]
+        for group in groups:
+            total = self.hidden_grads(sink, group, rows=len(groups) == 1)
+            for p in group:  # one by one: those in float32 are twice as large
+                yield p, total.pop(p).to(self.hidden[p].dtype)
+        if len(groups) > 1:
+            self.hidden_grads(sink, states=False)
+
+    def _groups(self) -> list[list[int]]:
+        """Consecutive passes."""
+        groups: list[list[int]] = [[]]
+        for p, hidden_NH in enumerate(self.hidden):
+            if groups[-1] and sum(self.hidden[q].shape[0] for q in groups[-1]) + hidden_NH.shape[0] > GROUP:
+                groups.append([])
+            groups[-1].append(p)
+        return groups
 
     @torch.no_grad()
-    def hidden_grads(self, sink: Sink | None = None) -> list[torch.Tensor]:
-        """Gradients of the hidden states, [N, H] per pass in float32. sink: gets those of head and bias; None: for
-        methods that differentiate nothing but the hidden states."""
-        units, bias = self.layout.head_units, self.model.head.linear.bias if sink is not None else None
-        trained = sink is not None and units[0].tensors[0].param.requires_grad and not self.layout.tied
+    def hidden_grads(
+        self, sink: Sink | None = None, passes: list[int] | None = None, states: bool = True, rows: bool = True
+    ) -> dict[int, torch.Tensor]:
+        """By pass, of these or of all: the gradient of the hidden states, [N, H] in float32 (states). sink: gets those
+        of head and bias (rows); None: for methods that differentiate nothing but the hidden states."""
+        passes = list(range(len(self.hidden))) if passes is None else passes
+        units, bias = self.layout.head_units, self.model.head.linear.bias if sink is not None and rows else None
+        trained = sink is not None and rows and units[0].tensors[0].param.requires_grad and not self.layout.tied
         bias_grad_V = None if bias is None else bias.new_zeros(units[-1].span[1])  # bias is bound to one chunk now
-        total: list[Any] = [None] * len(self.hidden)
+        total: dict[int, torch.Tensor] = {}
+        if not (states or trained or bias is not None):
+            return total
         for unit, stored, weight_RH in self._visited(units, changes=trained):
             dw_RH: Grad = None
-            for p in range(len(self.hidden)):
-                dx, dw, db = self._head_grads(unit, p, weight_RH, (True, trained, bias is not None))
-                total[p] = dx.float() if total[p] is None else total[p].add_(dx)
+            for p in passes:
+                dx, dw, db = self._head_grads(unit, p, weight_RH, (states, trained, bias is not None))
+                if states:
+                    total[p] = total[p].add_(dx) if p in total else dx.float()
                 dw_RH = _add(dw_RH, dw)
                 if bias_grad_V is not None:
                     bias_grad_V[slice(*unit.span)] += db
@@ -221,7 +252,12 @@ class VocabularyGradients:
             grad_RH: Grad = None
             for p in range(len(self.hidden)) if self.layout.tied else ():
                 grad_RH = _add(grad_RH, self._head_grads(unit, p, weight_RH, (False, True, False))[1])
-            self._hand_over(unit, stored, _add(grad_RH, self._embedding_grad(unit, looked_up)), sink)
+            of_rows = self._embedding_grad(unit, looked_up)
+            for ids_M, moved in self.row_grads:  # one by one: together they are as large as the hidden states
+                of_rows = _add(of_rows, self._embedding_grad(unit, [(ids_M, moved.get())]))
+            self._hand_over(unit, stored, _add(grad_RH, of_rows), sink)
+        for _, moved in self.row_grads:
+            moved.release()
 
     def _embedding_grad(self, unit: Unit, found: list[tuple[torch.Tensor, torch.Tensor]]) -> Grad:
         """[R, H]: the gradients of the rows of this chunk, summed row by row over all lookups. Padding has none, as in

@@ -59,8 +59,11 @@ def install_hooks(model: Any) -> None:
         def hook(module: nn.Module, args: tuple) -> None:
             if (conductor := conductor_of()) is None:
                 return
-            for unit in units if conductor.block_at_once else ():
-                conductor.current.meet(unit)
+            if conductor.block_at_once:
+                conductor.holds[conductor.current.index] = block, args[:1]  # the hidden states
+                for unit in units:
+                    conductor.current.meet(unit)
+                conductor.holds.pop(conductor.current.index, None)
             owner: Any = model_of()
             owner.binding.enter_block(block)
 

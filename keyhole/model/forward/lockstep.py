@@ -61,6 +61,7 @@ class Lockstep:
         self.current: Any = None
         self.rows: Any = None  # the embedding's rows for a pass, if they are not the table's
         self.block_at_once = self.steady = False
+        self.holds: dict[int, tuple[int, tuple]] = {}  # pass -> the block that it waits for, and the arguments of that
         self.streams: dict[int, accelerator.Stream] = {}  # of passes that do not use the conductor's (captured.py)
         self.expect: Callable[[list[Unit]], None] = lambda units: None  # called with the experts that passes will need
 

@@ -1,6 +1,7 @@
 """Compiled blocks have the gradients of plain ones, offered or not, and save parameters as themselves."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_parameter_is_saved_as_itself() -> None:
     """It is unpacked from where it is by then; anything else comes back as it was."""
     layer, x = nn.Linear(4, 4), torch.ones(4)
     compiled: Any = None
-    saved = CompiledCall(compiled, layer, ActivationStore(torch.device("cpu"), to_host=True), (x,), {})
+    saved = CompiledCall(compiled, layer, partial(ActivationStore(torch.device("cpu"), True).put, block=0), (x,), {})
     packed = saved.pack(layer.weight.data)
     assert packed is layer.weight
     layer.weight.data = torch.full((4, 4), 2.0)  # as when a unit comes into another slot

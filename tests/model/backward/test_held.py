@@ -75,10 +75,13 @@ def test_plans_count_every_micro_batch() -> None:
     bytes and 8 more; on the device, the inputs of all blocks and 8 + 3 b."""
     tokens, hidden = 4096, load("llama").layout.table.shape[1]
     one, many = planned(1), planned(16)
-    assert many.kept - one.kept == 15 * tokens * hidden * 3 * 2
+    assert many.kept - one.kept == 15 * tokens * hidden * LAYERS * 2
     assert many.kept + many.logits - one.kept - one.logits == 15 * tokens * hidden * (8 + 3 * 2)
     here = planned(16, on_host=False)
-    assert here.kept == 16 * tokens * hidden * LAYERS * 2 and here.logits - many.logits == 16 * tokens * hidden * 3 * 2
+    assert (
+        here.kept == 16 * tokens * hidden * LAYERS * 2
+        and here.logits - many.logits == 16 * tokens * hidden * LAYERS * 2
+    )
 
 
 def test_a_compiled_backward_pass_returns_the_gradients_of_a_block_at_once() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.model.backward.activation_store import SHARE, KeptBlocks
+from keyhole.model.backward.kept_blocks import SHARE, KeptBlocks
 from keyhole.model.backward.memory import recording_bytes
 from keyhole.model.backward.recorded import has_room
 from keyhole.model.spare_memory import SpareMemory, left_of

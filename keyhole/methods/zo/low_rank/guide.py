@@ -208,7 +208,7 @@ def _errors(
         finally:
             model.binding.bind_homes()
     summed = []
-    for d_NH, (at, place_N) in zip(grads, positions, strict=True):
+    for d_NH, (at, place_N) in zip(grads.values(), positions, strict=True):
         if len(at) < len(d_NH):  # candidates of one token behind the same prompt share a position, with opposite errors
             one_hot = torch.nn.functional.one_hot(place_N, len(at))
             d_NH = one_hot.float().t() @ d_NH  # a product, since index_add_ has no fixed order on a GPU
