@@ -167,6 +167,6 @@ def reverse_bytes(
         kept=kept,
         activations=activations,
         logits=at_once * rows * (2 * b + 4) + b * rows * hidden * 2 + after_blocks,
-        workspace=workspace_bytes * (passes + 2),
+        workspace=workspace_bytes * (min(passes, 2) + 2),
         updates=updates,
     )

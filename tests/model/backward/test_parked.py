@@ -61,8 +61,8 @@ def results(
 @in_every_run(lambda name: name in ("llama", "gpt2", "gemma2", "phi", "mixtral"))
 @pytest.mark.parametrize("name", NAMES)
 def test_parked_passes_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clipped, so that the backward pass runs twice over what waits. Rows of the table that several passes looked up are
-    summed pass by pass: a sum in another order, which a tied table makes seen in two steps."""
+    """Clipped, so that the backward pass runs twice over what waits. Rows of the table that several passes looked up
+    are summed pass by pass: a sum in another order, which a tied table makes seen in two steps."""
     same = partial(results, name, "lomo", monkeypatch=monkeypatch, max_grad_norm=0.3)
     alike = torch.equal if name in ("llama", "phi", "mixtral") else partial(torch.allclose, rtol=1e-5, atol=1e-7)
     assert all(map(alike, same(parks=True), same(parks=False)))
