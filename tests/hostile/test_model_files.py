@@ -129,9 +129,6 @@ HUGE: dict[str, dict[str, Any]] = {
     "quantized": {"quantization_config": {"quant_method": "fp8"}},
     "another family": {"model_type": ESCAPE},
     "no width": {"hidden_size": 0},
-    "no vocabulary": {"vocab_size": 0, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
-    "no MLP": {"intermediate_size": 0},
-    "less than no heads": {"num_key_value_heads": -1},
     "another's text_config": {"text_config": {"model_type": "llama"}},
     "text_config of no kind": {"text_config": [1]},
 }
