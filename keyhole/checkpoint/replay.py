@@ -95,9 +95,8 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         where |= {"head": header.config["head"], "num_labels": len(labels), "seed": header.config["seed"]}
     model = load(source, **where)
     try:
-        for line in model.describe():
-            if line.startswith("warning: "):
-                say(line)
+        for line in (line for line in model.describe() if line.startswith("warning: ")):
+            say(line)
         method = method_of(header, model)
         keep_directions(method, path, header.run)
         if state is not None:

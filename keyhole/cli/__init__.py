@@ -76,16 +76,12 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     _open_streams()
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        # bf16 on this CPU, tensors that were left out: the start block mentions them
-        for message in ("mkldnn_matmul failed", "dtype: this CPU", "weights: "):
-            warnings.filterwarnings("ignore", message=message)
-        return _main(sys.argv[1:] if args is None else args)
-
-
-def _main(words: Sequence[str]) -> int:
+    warnings.showwarning = _show_warning
+    # bf16 on this CPU, tensors that were left out: the start block mentions them
+    for message in ("mkldnn_matmul failed", "dtype: this CPU", "weights: "):
+        warnings.filterwarnings("ignore", message=message)
     try:
+        words = sys.argv[1:] if args is None else args
         if words and words[0] in SOLITARY:
             refuse_several(f"keyhole {words[0]}")
         code = _run(words)

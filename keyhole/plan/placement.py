@@ -13,6 +13,7 @@ it fit, advice.py), and says what was decided, one line per decision, for the st
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import gt
 from pathlib import Path
 
@@ -70,10 +71,8 @@ class Placement:
             return most if self.streamed else 1
         free = self.device_bytes.during_a_step + max(0, limit - self.device_bytes.total)
         tokens, formats, workspace = self.work.tokens, self.formats, self.workspace_bytes
-        for n in range(most, 1, -1):
-            if evaluation_bytes(layout, tokens=tokens, passes=n, formats=formats, workspace_bytes=workspace) <= free:
-                return n
-        return 1
+        needs = partial(evaluation_bytes, layout, tokens=tokens, formats=formats, workspace_bytes=workspace)
+        return next((n for n in range(most, 1, -1) if needs(passes=n) <= free), 1)
 
     def check_method(self, method: str) -> None:
         """When a method is created on the model: refuses fixed adapters and a dtype in which it cannot train, and warns

@@ -117,7 +117,6 @@ class Saver(Observer):
         self.waits = writer.waits or not self.config.background_save
         own = run.checkpoint(run.first)  # a step whose checkpoint is the last good one is not saved again
         self.last_saved = own if begin is not None and begin.resolve() == own.resolve() else begin
-        self.foreign = {run.first: begin} if begin is not None and run.origin.elsewhere else {}
         self.proven = run.first - 1  # the last step whose weights are known to give finite numbers
         self.retry_at: int | None = None
 
@@ -173,13 +172,12 @@ class Saver(Observer):
             self.journal.writer.end()
         with suppress(NonFinite):
             self.wait()
-        found = self.foreign | {select.step_of(path): path for path in select.checkpoints(self.root)}
+        found = {select.step_of(path): path for path in select.checkpoints(self.root)}
         good = max((step for step in found if step <= self.proven), default=None)
         broken = listed(path.name for step, path in sorted(found.items()) if step > self.proven)
-        said, way = "no good checkpoint was written before it", "begin anew"
-        if good is not None:
-            way = f"delete what is newer, then --resume {found[good]}"
-            said = f"the last good checkpoint is {found[good]}"
+        said = "no good checkpoint was written before it"
+        said = said if good is None else f"the last good checkpoint is {found[good]}"
+        way = "begin anew" if good is None else f"delete what is newer, then --resume {found[good]}"
         return f"{said}: the weights of {broken} lead to it; {way}" if broken else said
 
     def close(self) -> None:

@@ -244,8 +244,9 @@ def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> lis
         lines.append(f"resume: the journal has {len(origin.tail)} steps more, up to step {origin.step}; replaying them")
     changes = apply_changes(state, config, origin.step, None if origin.original is None else origin.original.base)
     lines += [f"resume: {change}" for change in changes]
-    if choice.path is not None and origin.original is not None and Path(config.model).is_dir():
-        if fault := config_fault(origin.original.base_config, base_config(config.model)):
+    with suppress(UserError):  # a config.json that cannot be read is not needed
+        then_base = None if origin.original is None else origin.original.base_config
+        if Path(config.model).is_dir() and (fault := config_fault(then_base, base_config(config.model))):
             lines.append(f"resume: model={config.model} {fault}; the run goes on with that of {choice.path}")
     then, now = state.versions, versions()
     other = [f"{name} {then.get(name)} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]

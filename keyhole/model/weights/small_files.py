@@ -200,11 +200,8 @@ def _edits_of_config(texts: dict[str, bytes], module: Any) -> Iterator[Edit]:
 
 def _dtypes(config: Json) -> Iterator[tuple[str, ...]]:
     """Where it names a dtype, under either name, at any depth."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from ((key, *path) for path in _dtypes(value))
-        elif key in ("dtype", "torch_dtype") and isinstance(value, str):
-            yield (key,)
+    yield from ((key,) for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str))
+    yield from ((key, *path) for key, part in config.items() if isinstance(part, dict) for path in _dtypes(part))
 
 
 def _json_of(config: Any) -> Json:
