@@ -64,8 +64,8 @@ def matthews(chosen: Sequence[int], right: Sequence[int]) -> float:
 def pearson(found: Sequence[float], wanted: Sequence[float]) -> float:
     """Pearson's correlation."""
     x, y = np.array(found, dtype=float), np.array(wanted, dtype=float)
-    differ = x.min() < x.max() and y.min() < y.max()  # equal ones may differ from their mean by its rounding
-    return _correlation(x, y) if differ else 0.0
+    equal = x.min() == x.max() or y.min() == y.max()  # their mean may differ from them by its rounding
+    return 0.0 if equal else _correlation(x, y)
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:

@@ -101,4 +101,4 @@ def cpu_name() -> str:
     """The model of the CPU."""
     lines = read_text(Path("/proc/cpuinfo")).splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    return next(named, "") or platform.processor() or platform.machine()
