@@ -88,7 +88,3 @@ class NonFinite(UserError):
 
 class Mixed(NonFinite):
     """A step was applied to a part of the weights, which are of two steps now: nothing may be written from them."""
-
-    def with_way_back(self, checkpoint: Path | None) -> "Mixed":
-        """The same error, with the newest sound checkpoint."""
-        return Mixed(f"{self}\n  the newest sound checkpoint: {checkpoint or 'none was written before it'}")

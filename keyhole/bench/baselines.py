@@ -71,8 +71,7 @@ class Textbook:
         self.perturb(seed, 1)
         self.projected = float((plus - minus) / (2 * self.eps))
         self.update(seed)
-        loss: torch.Tensor = (plus + minus) / 2
-        return loss
+        return torch.stack([plus, minus]).mean()
 
     def perturb(self, seed: int, sign: int) -> None:
         """w += sign eps z(seed)."""

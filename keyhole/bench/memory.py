@@ -196,8 +196,9 @@ class MemoryReport(Report):
         whole = sum(floor.values()) if len(floor) == len(PARTS) else 0
         part = max(r["at_peak"], key=r["at_peak"].get)
         found = {"trial": str(r["name"]), "tokens": str(r["tokens"])}
-        for each in PARTS:
-            found[f"{each} {unit}"] = size(own[each]) + (f" ({size(floor[each])})" if each in floor else "")
+        found |= {
+            f"{each} {unit}": size(own[each]) + (f" ({size(floor[each])})" if each in floor else "") for each in PARTS
+        }
         return found | {
             "sum": size(sum(own.values())),
             "peak": size(peak),

@@ -144,9 +144,8 @@ class StepReport(Report):
         return [Line(case, found.get(case.name, {}), found) for case in shown.cases]
 
     def sections(self) -> list[str]:
-        parts = [NOTES]
-        for each in self.tables.values():
-            parts.append(f"## {each.title}\n\n{table([line.cells() for line in self.lines(each)])}")
+        shown = [(each.title, table([line.cells() for line in self.lines(each)])) for each in self.tables.values()]
+        parts = [NOTES, *(f"## {title}\n\n{cells}" for title, cells in shown)]
         rates = ("up", "down", "duplex", "duplex_median")
         links = [r for r in self.records if r["kind"] == "link"]
         rows = [[f"{r['unit_bytes'] / MIB:.0f}", *(f"{r[rate]:.1f}" for rate in rates)] for r in links]

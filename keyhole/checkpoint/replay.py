@@ -95,6 +95,8 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         where |= {"head": header.config["head"], "num_labels": len(labels), "seed": header.config["seed"]}
     model = load(source, **where)
     try:
+        for line in (line for line in model.describe() if line.startswith("warning: ")):
+            say(line)
         method = method_of(header, model)
         keep_directions(method, path, header.run)
         if state is not None:
@@ -110,7 +112,8 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         if "labels" in header.loader:
             name_labels(model.config, header.loader["labels"], header.loader["pad_token_id"])
         try:
-            model.save_pretrained(out)
+            for line in hf.save_model(model, out):
+                say(line)
         except OSError as error:
             raise UserError(
                 f"OUT: {out} cannot be written: {error.strerror or error}; the journal is as it was: replay it again, "

@@ -76,7 +76,9 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     _open_streams()
-    for message in ("mkldnn_matmul failed", "dtype: this CPU"):  # bf16 on this CPU: the start block mentions it
+    warnings.showwarning = _show_warning
+    # bf16 on this CPU, tensors that were left out: the start block mentions them
+    for message in ("mkldnn_matmul failed", "dtype: this CPU", "weights: "):
         warnings.filterwarnings("ignore", message=message)
     try:
         words = sys.argv[1:] if args is None else args
@@ -107,6 +109,14 @@ def main(args: Sequence[str] | None = None) -> int:
         ours = "this is our mistake, not yours. Please report it with the text above and the output of `keyhole env`."
         print(f"{printable(traceback.format_exc(), MOST_OF_A_BUG)}\nkeyhole: {ours}", file=sys.stderr)
         return 1
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: object = None, line: Any = None
+) -> None:
+    """In a line of its own: what the user has typed is no line of a program."""
+    text = f"keyhole: warning: {printable(message)}\n"
+    sys.stderr.write(text if category is UserWarning else warnings.formatwarning(message, category, filename, lineno))
 
 
 def _run(words: Sequence[str]) -> int:

@@ -127,9 +127,7 @@ def shown(cell: Cell) -> str:
     if cell.mean is not None:
         spread = "" if cell.spread is None else f" ± {number(cell.metric, cell.spread)}"
         return number(cell.metric, cell.mean) + spread + (f" ({cell.partial})" if cell.partial else "")
-    if cell.missing:
-        return "..."
-    return "failed" if cell.errors else "-"
+    return "..." if cell.missing else "failed" if cell.errors else "-"
 
 
 @dataclass

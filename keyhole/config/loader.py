@@ -111,8 +111,10 @@ def build_config(
             faults.append(Finding(key, f"missing, and there is no default. {setting.doc}{one_of}"))
     refuse(source, faults)
     made = {key: value for key, value in values.items() if "." not in key}
-    for name, cls in sections().items():
-        made[name] = cls(**{key.partition(".")[2]: values[key] for key in values if key.startswith(f"{name}.")})
+    made |= {
+        name: cls(**{key.partition(".")[2]: values[key] for key in values if key.startswith(f"{name}.")})
+        for name, cls in sections().items()
+    }
     config, faults, warnings = rules.apply(TrainConfig(**made))
     refuse(source, [_placed(fault, entries) for fault in faults])
     return config, renamed + [str(_placed(warning, entries)) for warning in warnings]
@@ -177,9 +179,8 @@ def open_sections(
             faults.append(Finding("", f"a key must be a word, found {show(key_node)}", place))
             continue
         key = prefix + key_node.value
-        new = {key: LocatedNode(node, place)}
-        if key in sections():
-            new = open_sections(node, f"{key}.", where, faults)
+        inside = key in sections()
+        new = open_sections(node, f"{key}.", where, faults) if inside else {key: LocatedNode(node, place)}
         for name in entries.keys() & new.keys():
             faults.append(Finding(name, f"given twice, also in {entries[name].where}", new[name].where))
         entries |= new

@@ -94,9 +94,7 @@ def is_setting(word: str) -> bool:
 def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """(CONFIG, or None if only settings were given; the other arguments)."""
     place = next((i for i, word in enumerate(words) if not is_setting(word)), None)
-    if place is None:
-        return None, list(words)
-    return words[place], [*words[:place], *words[place + 1 :]]
+    return (None, list(words)) if place is None else (words[place], [*words[:place], *words[place + 1 :]])
 
 
 def config_of_settings(

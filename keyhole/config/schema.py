@@ -194,7 +194,9 @@ class RunConfig:
     save_model: bool = setting(True,
         "Save the trained model; false = save only metrics, and test each new best at once, as comparisons do.")
     save_steps: Count | None = setting(None, "Steps between checkpoints; null = only at the end.")
-    save_total_limit: Count | None = setting(2, "Keep only this many of the newest checkpoints; null = keep all.")
+    save_total_limit: Count | None = setting(2,
+        "Keep only this many of the newest checkpoints (until the end at least 2: the newest may turn out broken); "
+        "null = keep all.")
     background_save: bool = setting(True, "Write checkpoints in the background; false = training waits for each.")
     journal_sync: Count = setting(1,
         "zo: steps between flushes of the journal to the disk (matters for power cuts, not for a killed process).")

@@ -155,12 +155,12 @@ def reserve(file: int, start: int, size: int) -> None:
 
 
 @contextmanager
-def writing_to(root: Path) -> Iterator[None]:
-    """An error of the disk is one of the user's output_dir."""
+def writing_to(root: str | Path, key: str = "output_dir") -> Iterator[None]:
+    """An error of the disk is one of what the user has named."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
+        raise UserError(f"{key}: cannot write to {root}: {error.strerror or error}") from error
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------

@@ -64,9 +64,8 @@ def matthews(chosen: Sequence[int], right: Sequence[int]) -> float:
 def pearson(found: Sequence[float], wanted: Sequence[float]) -> float:
     """Pearson's correlation."""
     x, y = np.array(found, dtype=float), np.array(wanted, dtype=float)
-    if x.min() == x.max() or y.min() == y.max():  # their mean may differ from them by its rounding
-        return 0.0
-    return _correlation(x, y)
+    equal = x.min() == x.max() or y.min() == y.max()  # their mean may differ from them by its rounding
+    return 0.0 if equal else _correlation(x, y)
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
@@ -116,9 +115,7 @@ def _number(text: str) -> Decimal | None:
 def extract(text: str, pattern: str | None) -> str:
     """The last match of a pattern (its first group, if it has one; a match without that group does not count), or the
     text itself without a pattern."""
-    if pattern is None:
-        return text
-    return extracted(pattern, [text])[0] or ""
+    return text if pattern is None else extracted(pattern, [text])[0] or ""
 
 
 OF_CHOICES = {"accuracy": accuracy, "f1": f1, "macro_f1": macro_f1, "matthews": matthews}

@@ -107,7 +107,8 @@ class KeyholeMixin(Base):
             return done
         except Mixed as error:
             checkpoints.drop_begun(root / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            raise error.with_way_back(checkpoints.newest_complete(root)) from error
+            newest = checkpoints.newest_complete(root) or "none was written before it"
+            raise Mixed(f"{error}\n  the newest (if its weights lead to the same, an older one): {newest}") from error
 
     # -- the model is not moved ------------------------------------------------------------------------------------
 

@@ -58,6 +58,8 @@ def card(directory: Path, name: str) -> str:
 def _entries(path: Path, last: int | None) -> list[Entry]:
     """The entries of run/metrics.jsonl, up to a step."""
     kept = [entry for entry in read_metrics(path) if last is None or entry["step"] <= last]
+    if not any("loss" in entry for entry in kept):
+        raise UserError(f"{path} holds no step of the run")
     return [{key: value for key, value in entry.items() if type(value) in (int, float, type(None))} for entry in kept]
 
 

@@ -99,7 +99,6 @@ def environment(*, measure_link: bool = False) -> dict[str, Any]:
 
 def cpu_name() -> str:
     """The model of the CPU."""
-    for line in read_text(Path("/proc/cpuinfo")).splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

@@ -39,10 +39,8 @@ class Bytes(int):
     @classmethod
     def parse(cls, text: "str | int") -> "Bytes":
         """Parses a size; a large int is a number of bytes. ValueError names what was expected."""
-        if isinstance(text, Bytes) or (type(text) is int and text >= LEAST_INT):
-            count = int(text)
-        else:
-            count = _count(str(text))
+        is_count = isinstance(text, Bytes) or (type(text) is int and text >= LEAST_INT)
+        count = int(text) if is_count else _count(str(text))
         if count < 1:
             raise ValueError(EXPECTED)
         return cls(count)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex, overload
 import torch
 from torch import nn
 
+from keyhole.disk.files import writing_to
 from keyhole.errors import UserError, warn
 from keyhole.machine.gpu import ACCELERATOR, accelerator, give_back
 from keyhole.machine.held import Changes, alone
@@ -220,13 +221,12 @@ class Model(Closable):
 
     @contextmanager
     def sweep(self, name: str, experts: bool = False, order: list[int] | None = None) -> Iterator[None]:
-        """Visits of units in the order of the last sweep of this name; of the first one: in this order, or all of the
-        model's once. experts: all that are units of their own are visited too; otherwise those that a router has
-        chosen (`expect`)."""
+        """Visits of units in the order of the last sweep of this name; of the first: in `order`, or each once. experts:
+        all that are units of their own are visited too; otherwise those that a router has chosen (`expect`)."""
         self.check_idle()
-        after = [u.index for u in self.layout.head_units]
-        blocks = [u.index for u in self.layout.of_kind("block") if experts or u.expert is None]
-        with self.engine.sweep(name, self.visits.get(name) or order or blocks + after):
+        units = [*self.layout.of_kind("block"), *self.layout.head_units]
+        order = self.visits.get(name) or order or [u.index for u in units if experts or u.expert is None]
+        with self.engine.sweep(name, order):
             try:
                 yield
             finally:
@@ -243,13 +243,12 @@ class Model(Closable):
         block_at_once: bool = False,
         streams: dict[int, accelerator.Stream] | None = None,
     ) -> list[torch.Tensor]:
-        """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
-        steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
-        block_at_once: a pass waits for all units of a block before it enters the block. streams: of single passes, in
-        place of the current one; `serve` forks and joins them (forward/captured.py)."""
-        passes = self._lockstep
-        passes.steady, passes.block_at_once = steady and self.engine.reuse_slots, block_at_once
-        passes.streams = streams or {}
+        """Hidden states of several passes that advance together. rows(pass, ids_M): rows of the table [M, H]. steady:
+        pass i finds a unit's weights at the same address in every block, so that graphs may be used. block_at_once: a
+        pass enters a block when all its units are there. streams: of single passes, in place of the current one;
+        `serve` forks and joins them (forward/captured.py)."""
+        passes, steady = self._lockstep, steady and self.engine.reuse_slots
+        passes.steady, passes.block_at_once, passes.streams = steady, block_at_once, streams or {}
         try:
             return self.conduct([partial(self.hidden, b) for b in batches], serve, rows)
         finally:
@@ -358,8 +357,7 @@ class Model(Closable):
             yield tensor.name, home if self.methods.addon is None else self.methods.addon.as_saved(tensor, home)
 
     def own_tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(name, index of the first element, elements) of this rank's shards of sharded tensors and, on the leader, of
-        all other tensors."""
+        """(name, index of the first element, elements): this rank's shards and, on the leader, all other tensors."""
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             if self.homes.unit_of(tensor).index in self.homes.parts:
@@ -369,15 +367,15 @@ class Model(Closable):
 
     @leaves_no_frames
     def save_pretrained(self, path: str | Path, tokenizer: Any = None) -> None:
-        """Writes an ordinary HF directory: safetensors, and the files that were published beside the weights.
-        tokenizer: one that was changed since; None takes the model's."""
+        """Writes an ordinary HF directory, with the files published beside the weights; tokenizer: another one."""
         from keyhole.model.weights.save import save_model
 
         if not isinstance(path, str | Path) or not str(path):
             raise UserError(f"save_pretrained: found {path!r}, expected the path of a directory ('.' is this one)")
         self.apply_deferred()
-        for line in save_model(self, Path(path), tokenizer=tokenizer):
-            warn(line)
+        with writing_to(path, "save_pretrained"):
+            for line in save_model(self, Path(path), tokenizer=tokenizer):
+                warn(line)
 
     @alone()
     def close(self) -> None:
@@ -400,7 +398,7 @@ class Model(Closable):
             rest.callback(*((accelerator.synchronize, self.device) if self.device.type == ACCELERATOR else (tuple,)))
             try:
                 if not self.ranks.several:
-                    self.apply_deferred()
+                    self.methods.apply_deferred()  # what the caller pointed elsewhere is no matter any more
                     self.engine.wait_for_homes()
             except Exception as error:  # a step that broke cannot be completed
                 warn(f"close: the last step is not in the weights: {error}")

@@ -57,9 +57,7 @@ def force(choice: str | None) -> Iterator[None]:
 
 def use_kernel(device: torch.device) -> bool:
     """Whether ops on tensors of this device run the Triton kernel."""
-    if _forced is not None:
-        return _forced == "kernel"
-    return device.type == ACCELERATOR and not TRITON_MISSING
+    return (device.type == ACCELERATOR and not TRITON_MISSING) if _forced is None else _forced == "kernel"
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import accumulate
 
 from keyhole.pages.frame import dot
 
@@ -43,9 +44,7 @@ class Series:
 
 def smooth(y: list[float], reach: int) -> list[float]:
     """Running mean, narrower near the ends."""
-    sums = [0.0]
-    for value in y:
-        sums.append(sums[-1] + value)
+    sums = list(accumulate(y, initial=0.0))
     spans = [min(reach, i, len(y) - 1 - i) for i in range(len(y))]
     return [(sums[i + s + 1] - sums[i - s]) / (2 * s + 1) for i, s in enumerate(spans)]
 

@@ -13,6 +13,7 @@ it fit, advice.py), and says what was decided, one line per decision, for the st
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import gt
 from pathlib import Path
 
@@ -72,11 +73,9 @@ class Placement:
         if limit is None or not self.streamed:
             return most if self.streamed else 1
         free = self.device_bytes.during_a_step + max(0, limit - self.device_bytes.total)
-        sizes = {"tokens": self.work.tokens, "formats": self.formats, "workspace_bytes": self.workspace_bytes}
-        for n in range(most, 1, -1):
-            if evaluation_bytes(layout, passes=n * self.splits, **sizes) <= free:  # type: ignore[arg-type]
-                return n
-        return 1
+        tokens, formats, workspace = self.work.tokens, self.formats, self.workspace_bytes
+        needs = partial(evaluation_bytes, layout, tokens=tokens, formats=formats, workspace_bytes=workspace)
+        return next((n for n in range(most, 1, -1) if needs(passes=n * self.splits) <= free), 1)
 
     @property
     def input_bytes(self) -> int | None:

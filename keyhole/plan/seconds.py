@@ -14,7 +14,7 @@ copies take memory bandwidth from kernels, and a pass waits for slots: the share
 
 Small kernels of a step that is one CUDA graph do not fill the GPU, start and drain: NODE_S for each. Products of a step
 run at higher clocks than products alone, as the rate is measured: DUTY. With HIDDEN = 0.15 all 91 steps of models of 3B
-and more that were recorded on H200s (benchmarks/records/) are within 20 %; smaller ones, where launches decide and
+and more that were recorded on H200s (benchmarks/records/) are within 20 %; smaller ones, where launches may decide and
 hosts differ, within 30 %, said as a factor of two.
 
 Common machines are known by name, for `keyhole plan --machine NAME`: estimates from data sheets.
@@ -75,7 +75,7 @@ def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int) -> S
 def trust(rates: Rates, numel: int) -> str:
     """How near the seconds are, for the lines of a plan."""
     if numel < SMALL:
-        return "seconds: within a factor of two, since launches decide in models below 3B"
+        return "seconds: within a factor of two: in models below 3B launches may decide"
     if rates.measured:
         return "seconds: within 20 %, from this machine's measured rates"
     return "seconds: within 25 %, from a data sheet"

@@ -42,7 +42,7 @@ class Leader:
 
     def __post_init__(self) -> None:
         run, self.display, self.page = self.run, self.reports.display, self.reports.page
-        self.recorder = run.recorder = Recorder(run.model.device, run.note, run.say, self.saver.newest_good)
+        self.recorder = run.recorder = Recorder(run.model.device, run.note, run.say, self.saver.way_back)
         run.observers += [self.metrics, *([] if self.journal is None else [self.journal])]
         run.observers += [self.reports, Divergence(run.say, self.metrics.kept)]
         run.observers += [FirstSteps(run, self.page.story), self.evaluation, self.saver]
@@ -67,7 +67,7 @@ class Leader:
             run.call(Command.END, code)
             return code
         except Mixed as error:
-            raise error.with_way_back(self.saver.newest_good()) from error
+            raise Mixed(f"{error}\n  {self.saver.way_back()}") from error
         except NonFinite as error:
             alone = not run.model.engine.shared and not run.model.sharded
             broken = first_bad_tensor(run.model.named_tensors()) if alone else None

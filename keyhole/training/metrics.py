@@ -62,7 +62,7 @@ class QueuedStep:
 class Recorder:
     """Reads records when their step is done, passes them to `note`, and stops at numbers that are not finite.
 
-    warn is called with lines about skipped steps; last_good returns the checkpoint to go back to.
+    warn is called with lines about skipped steps; way_back says which checkpoint to go back to.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Recorder:
         device: torch.device,
         note: Callable[[Reading], None],
         warn: Callable[[str], None],
-        last_good: Callable[[], Path | None],
+        way_back: Callable[[], str],
     ) -> None:
-        self.device, self.note, self.warn, self.last_good = device, note, warn, last_good
+        self.device, self.note, self.warn, self.way_back = device, note, warn, way_back
         self.lag = 1 if device.type == ACCELERATOR else 0
         self.queue: deque[tuple[QueuedStep, torch.Tensor, Stamp]] = deque()
         self.skips = 0
@@ -116,11 +116,10 @@ class Recorder:
         update = list(numbers) if record.update is not None and broken is None else None
         self.note(Reading(entry | memory_gib(self.device), update, record.position))
         if broken is not None:
-            good = self.last_good()
             raise NonFinite(
                 f"step {entry['step']}: {broken}; its update was not applied and nothing was overwritten\n"
                 f"  batch: {record.batch}\n"
-                f"  {f'the last good checkpoint is {good}' if good else 'no checkpoint was written before it'}\n"
+                f"  {self.way_back()}\n"
                 "  likely: a learning rate that is too high (try a third of it), float16 (try dtype=bfloat16), or "
                 "this batch"
             )

@@ -57,7 +57,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
         accumulation=config.gradient_accumulation_steps,
         steps=request.steps or config.max_steps or DEFAULT["max_steps"],
         clips=config.max_grad_norm is not None,
-        keeps=config.save_total_limit or 2,
+        keeps=max(2, config.save_total_limit or 0),
         settings={
             row.name: replace(own_settings(config, row), max_grad_norm=None, weight_decay=0.0)
             for row in METHODS.values()  # clipping is the question's, and nothing depends on decay

@@ -11,11 +11,16 @@ with the weights in memory, for somebody to free some space, and then raises; a 
 room is waited for: a disk that is read-only or broken will not recover by itself. Weights are checked to be finite
 before they are written.
 
+Finite weights may be broken all the same: a rate that is too high leaves some that every later pass turns into NaN. So
+a checkpoint is good when a step that began with its weights had finite numbers: only such a one is named as the way
+back, and one of them is never deleted for one that has not been tried.
+
 A checkpoint gets its name when the journal is on the disk up to its step. If the journal cannot be written, a save
 during training is tried again later; the save that ends a run is made nevertheless, with a warning.
 """
 
 import errno
+import math
 import os
 import shutil
 import time
@@ -33,11 +38,12 @@ from keyhole.checkpoint.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, Damaged, State, read_state
 from keyhole.checkpoint.writer import MARGIN_BYTES, Writer, Writing, saved_bytes
 from keyhole.config import TrainConfig
-from keyhole.errors import NonFinite, UserError
+from keyhole.errors import NonFinite, UserError, listed
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.sizes import GIB
 from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
+from keyhole.training.metrics import Reading
 from keyhole.training.records import Journaling, MetricsFile
 from keyhole.training.run import Observer, Run
 from keyhole.training.validation import Selection
@@ -110,7 +116,8 @@ class Saver(Observer):
         self.config, self.root, self.say = run.config, run.directory.root, run.say
         self.waits = writer.waits or not self.config.background_save
         own = run.checkpoint(run.first)  # a step whose checkpoint is the last good one is not saved again
-        self.last_good = own if begin is not None and begin.resolve() == own.resolve() else begin
+        self.last_saved = own if begin is not None and begin.resolve() == own.resolve() else begin
+        self.proven = run.first - 1  # the last step whose weights are known to give finite numbers
         self.retry_at: int | None = None
 
     def best_saved(self, coming: Collection[int] = ()) -> int | None:
@@ -129,7 +136,7 @@ class Saver(Observer):
         keeps_best = self.config.load_best_model_at_end and self.config.save_model
         is_best = keeps_best and self.selection.best_steps()[:1] == [step]
         is_due = (every is not None and step % every == 0) or step == self.retry_at or is_best
-        if not is_due or self.last_good == self.run.checkpoint(step) or self.run.is_last or self.run.is_asked():
+        if not is_due or self.last_saved == self.run.checkpoint(step) or self.run.is_last or self.run.is_asked():
             return
         with self.run.paused() if self.waits or self.journal is None else nullcontext():
             self.wait()
@@ -148,20 +155,30 @@ class Saver(Observer):
             raise
         except UserError as error:
             self.retry_at = self.run.done + RETRY_STEPS
-            kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
+            kept = f"{self.last_saved} stays" if self.last_saved else "there is no checkpoint yet"
             self.say(f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again by step {self.retry_at}")
 
     def wait(self) -> None:
         """Waits for a checkpoint that is being written."""
         self._report(self.writer.wait())
 
-    def newest_good(self) -> Path | None:
-        """No step follows: waits for a checkpoint that is being written, and returns the newest good one."""
+    def note(self, reading: Reading) -> None:
+        if "loss" in reading.entry and all(map(math.isfinite, reading.entry.values())):
+            self.proven = reading.step - 1
+
+    def way_back(self) -> str:
+        """No step follows: waits for a checkpoint that is being written, and says from which one to go on."""
         if self.journal is not None:
             self.journal.writer.end()
         with suppress(NonFinite):
             self.wait()
-        return self.last_good
+        found = {select.step_of(path): path for path in select.checkpoints(self.root)}
+        good = max((step for step in found if step <= self.proven), default=None)
+        broken = listed(path.name for step, path in sorted(found.items()) if step > self.proven)
+        said = "no good checkpoint was written before it"
+        said = said if good is None else f"the last good checkpoint is {found[good]}"
+        way = "begin anew" if good is None else f"delete what is newer, then --resume {found[good]}"
+        return f"{said}: the weights of {broken} lead to it; {way}" if broken else said
 
     def close(self) -> None:
         """Ends a background save after an error in training."""
@@ -173,6 +190,7 @@ class Saver(Observer):
         """Starts the checkpoint of a step. last: it ends the run, and is written when this returns."""
         about = replace(self.about, step=step, loader=self.run.data.train.state_dict())
         keep, best = self.config.save_total_limit, self.best_saved([step])
+        kept = keep if keep is None or last else max(2, keep)  # beside one that no step has begun with
 
         def prune(keep: int | None, say: Callable[[str], None]) -> None:
             select.prune(self.root, keep, step, say, best)
@@ -189,7 +207,7 @@ class Saver(Observer):
                 )
 
         flush = partial(self._flush, step, last)
-        self.writer.begin(self.run.checkpoint(step), about, make_room, flush, partial(prune, keep), last or self.waits)
+        self.writer.begin(self.run.checkpoint(step), about, make_room, flush, partial(prune, kept), last or self.waits)
 
     def _report(self, done: Writing | None) -> None:
         """Says what became of a checkpoint that has been written meanwhile. A failed one is tried again."""
@@ -207,7 +225,7 @@ class Saver(Observer):
         assert done is not None
         step, error = done.about.step, done.error
         if isinstance(error, NonFinite):
-            good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
+            good = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint"
             raise NonFinite(f"step {step}: {error}, so it is not saved; {good}") from error
         if isinstance(error, CANNOT_SAVE) or out_of_memory(error) is not None:
             # safetensors reports the system's error as text
@@ -215,7 +233,7 @@ class Saver(Observer):
             raise (NoRoom if full else UserError)(f"output_dir: {done.path} could not be written: {error}") from error
         if error is not None:
             raise error
-        self.last_good = done.path
+        self.last_saved = done.path
         for line in done.lines:
             self.say(line)
 
@@ -236,7 +254,7 @@ class Saver(Observer):
         """The save that ends the run. On a full disk it waits for room; a new signal, or too long a wait, gives up."""
         run, until_s, told = self.run, time.monotonic() + WAIT_S, False
         before, path = run.interrupts.requested, run.checkpoint(run.done)
-        while self.last_good != path:
+        while self.last_saved != path:
             try:
                 self._begin(run.done, last=True)
                 self._written(self.writer.wait())
@@ -259,7 +277,7 @@ class Saver(Observer):
 
     def _lost(self, error: UserError) -> str:
         """What is left of the run if its last checkpoint cannot be written."""
-        step, good, whole = self.run.done, self.last_good, False
+        step, good, whole = self.run.done, self.last_saved, False
         with suppress(OSError):
             whole = self.journal is not None and self.journal.flush_up_to(step)
         if whole:
@@ -272,7 +290,7 @@ class Saver(Observer):
 
     def publish(self, step: int | None = None) -> None:
         """Makes the checkpoint of a step, or the last one, the model of the output directory."""
-        source = self.last_good if step is None else self.run.checkpoint(step)
+        source = self.last_saved if step is None else self.run.checkpoint(step)
         assert source is not None
         try:
             if self.writer.model.methods.low_rank is not None:  # its checkpoints hold factors beside the weights

@@ -53,6 +53,7 @@ from keyhole.errors import UserError
 from keyhole.machine.collector import HEAVY, imports
 from keyhole.machine.host import versions
 from keyhole.methods import METHODS
+from keyhole.model.structure.config_files import base_config, config_fault
 from keyhole.model.structure.source import check_directory, find_directory
 from keyhole.ranks import Ranks
 from keyhole.training import trackers
@@ -243,6 +244,10 @@ def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> lis
         lines.append(f"resume: the journal has {len(origin.tail)} steps more, up to step {origin.step}; replaying them")
     changes = apply_changes(state, config, origin.step, None if origin.original is None else origin.original.base)
     lines += [f"resume: {change}" for change in changes]
+    with suppress(UserError):  # a config.json that cannot be read is not needed
+        then_base = None if origin.original is None else origin.original.base_config
+        if Path(config.model).is_dir() and (fault := config_fault(then_base, base_config(config.model))):
+            lines.append(f"resume: model={config.model} {fault}; the run goes on with that of {choice.path}")
     then, now = state.versions, versions()
     other = [f"{name} {then.get(name)} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]
     return lines + [f"resume: {change}: equal to the last bit only with the same version" for change in other]

@@ -16,7 +16,7 @@ from keyhole.checkpoint.replay import replay
 from keyhole.config import TrainConfig, resolve
 from keyhole.errors import NonFinite, UserError
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.model.model import Model
+from keyhole.model.weights import save
 from keyhole.training.start import train
 from tests.matrix import in_every_run
 
@@ -148,7 +148,7 @@ def test_a_full_disk_is_named(run: Callable, tiny_model: Path, tmp_path: Path, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Model, "save_pretrained", full)
+        patch.setattr(save, "save_model", full)
         with pytest.raises(UserError, match="OUT: .* cannot be written: No space left on device; the journal is as it"):
             replay(str(tiny_model), root, out, device="cpu")
     assert replay(str(tiny_model), root, out, device="cpu").steps > 0

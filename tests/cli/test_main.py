@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import typer
 
 import keyhole.cli
 from keyhole.cli import app, main
-from keyhole.errors import UserError
+from keyhole.errors import UserError, warn
 from tests.matrix import in_every_run
 
 ROOT = Path(keyhole.cli.__file__).parents[2]
@@ -175,3 +176,11 @@ def test_a_removed_current_directory_is_named(
     words = ["model=demo", "method=lomo", "train_data=demo", "output_dir=out", "max_steps=1"]
     assert main(["train", *words]) == 2
     assert "the current directory was removed" in capsys.readouterr().err
+
+
+def test_a_warning_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Without a path and a line of code, which are not the user's."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(keyhole.cli, "_run", lambda words: warn("a folder was left out") or 0)
+    assert main(["env"]) == 0
+    assert capsys.readouterr().err == "keyhole: warning: a folder was left out\n"

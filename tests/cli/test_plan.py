@@ -1,6 +1,7 @@
 """`keyhole plan` needs a config.json and nothing else."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,23 @@ def test_a_directory_without_weights_is_planned(
     assert {row["method"] for row in found} == set(METHODS) and all(KEYS <= row.keys() for row in found)
     assert sum(row["recommended"] for row in found) == 1
     assert all(row["tokens_per_second"] == pytest.approx(256 / row["step_seconds"]) for row in found)
+
+
+OF_EXPERTS = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"vocab_size": 0}, {"intermediate_size": 0}, OF_EXPERTS | {"num_attention_heads": 0},
+     OF_EXPERTS | {"num_local_experts": 0}, OF_EXPERTS | {"num_experts_per_tok": -1}],
+)  # fmt: skip
+def test_sizes_that_no_model_has_are_refused(
+    directory: Path, capsys: pytest.CaptureFixture[str], change: dict[str, int]
+) -> None:
+    """With a word that says what is wrong, where no file of weights can tell."""
+    (directory / "config.json").write_text(json.dumps(CONFIG | change))
+    assert main(["plan", str(directory), "--machine", "laptop"]) == 2
+    assert re.search("a size in its config is 0|less than any model|no module can be built", capsys.readouterr().err)
 
 
 def test_a_config_brings_its_settings(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def test_a_path_that_is_not_here_is_no_hub_id(trained: Path, path: str) -> None:
     assert "folder/" not in text and "`mine.yaml`" in text
 
 
-@pytest.mark.parametrize("name", ["run/config.yaml", "run/env.json", "config.json"])
+@pytest.mark.parametrize("name", ["run/config.yaml", "run/env.json", "run/metrics.jsonl", "config.json"])
 @pytest.mark.parametrize("text", ["[1, 2]", "{", "a: [", "\x00", "", "7", "null", '"x"', "[" * 1000, None])
 def test_files_that_make_no_card_are_told(trained: Path, name: str, text: str | None) -> None:
     (trained / name).unlink()

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,19 @@ def test_what_is_deferred_is_applied_first(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.warns(UserWarning, match="the last step is not in the weights: division"):
         flushed.close()
     assert repr(flushed) == "<Model: closed>"
+
+
+@pytest.mark.parametrize("name", [None, "lomo"])
+def test_weights_that_another_loop_took_over_are_no_lost_step(name: str | None) -> None:
+    """Parameters that were pointed elsewhere, as by a plain loop beside, are nothing to warn of at the end."""
+    model, opt = (load("llama"), None) if name is None else made(name, "resident")
+    if opt is not None:
+        opt.step(batch())
+    for param in model.module.parameters():
+        param.data = param.data.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.close()
 
 
 FAILING = {

@@ -56,6 +56,25 @@ def test_another_config_under_the_weights_is_refused(
             replay(str(base), out, tmp_path / "again", device="cpu")
 
 
+@pytest.mark.parametrize("method", ["zo", "lomo"])
+def test_a_run_with_weights_of_its_own_says_that_the_config_of_its_base_is_another(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, method: str, capsys: pytest.CaptureFixture
+) -> None:
+    """And goes on with that of its checkpoint."""
+    base, out = shutil.copytree(tiny_model, tmp_path / "base"), tmp_path / "out"
+    common = {"model": str(base), "train_data": str(tiny_data), "output_dir": str(out), "method": method}
+    config = resolve(TrainConfig(**common, learning_rate=1e-4, max_steps=2, batch_size=2, device="cpu"))[0]
+    assert train(config) == 0 and train(changed(config, max_steps=3), resume="") == 0
+    assert "another config.json" not in capsys.readouterr().out
+    (base / "config.json").write_text(
+        json.dumps(json.loads((base / "config.json").read_text()) | {"rms_norm_eps": 0.5})
+    )
+    assert train(changed(config, max_steps=4), resume="") == 0
+    words = "has another config.json: rms_norm_eps was 1e-06 then, and is 0.5 now; the run goes on with that of"
+    assert f"resume: model={base} {words} {out}/checkpoint-3\n" in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-6
+
+
 def test_what_identifies_a_config() -> None:
     """Keys of configs inside it count; dtype does under either name; who wrote the file does not."""
     inside = {"text_config": {"eps": 1, "transformers_version": "4"}, "torch_dtype": "float32"}

@@ -1,5 +1,7 @@
 """The loop: every method learns, batches and epochs add up, and numbers that are not finite stop it."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
 from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.training.schedule import Schedule
 from keyhole.training.start import train
 from tests.training.runs import Make, losses, metrics, weights
 
@@ -51,18 +54,43 @@ def test_epochs_become_steps(make: Make) -> None:
     assert len(losses(config)) == 9
 
 
+BLOWS_UP = {"learning_rate": 1e12, "save_steps": 1, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+
+
 def test_non_finite_loss_stops_the_run(make: Make) -> None:
-    """A rate that blows the weights up: the step, the samples and the last good checkpoint are named."""
-    config = make(method="sgd", learning_rate=1e12, save_steps=1, lr_scheduler_type="constant", warmup_ratio=0.0)
+    """A rate that blows the weights up at once: the step and the samples are named, and no checkpoint as good."""
+    config = make(method="sgd", **BLOWS_UP)
     with pytest.raises(NonFinite) as error:
         train(config)
     root, message = Path(config.output_dir), str(error.value)
     step = metrics(config)[-1]["step"]
-    assert f"step {step}: the loss is nan" in message and f"last good checkpoint is {root}" in message
-    assert f"checkpoint-{step - 1}" in message
+    assert f"step {step}: the loss is nan" in message and "no good checkpoint was written" in message
+    assert f"checkpoint-{step - 1} lead to it; begin anew" in message
     assert metrics(config)[-1]["loss"] is None
     assert all(tensor.isfinite().all() for tensor in weights(root / f"checkpoint-{step - 1}").values())
     assert not (root / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("method", ["adamw", "lomo"])
+def test_a_run_that_broke_goes_on_from_a_good_checkpoint(
+    make: Make, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step with an absurd rate: its checkpoint is finite and leads to NaN; the one before is kept whatever
+    save_total_limit says, is named with what to do, and a resume that does so goes on."""
+    config = make(method=method, save_steps=1, save_total_limit=1, **{"lr_scheduler_type": "constant"})
+    config = replace(config, warmup_ratio=0.0)
+    real = Schedule.rate
+    monkeypatch.setattr(Schedule, "rate", lambda self, done: 1e30 if done == 2 else real(self, done))
+    root = Path(config.output_dir)
+    way_back = f"the last good checkpoint is {root}/checkpoint-2: the weights of checkpoint-3 lead to it"
+    for resume in (None, ""):
+        with pytest.raises(NonFinite) as error:
+            train(config, resume=resume)
+        assert f"{way_back}; delete what is newer, then --resume {root}/checkpoint-2" in str(error.value)
+    monkeypatch.setattr(Schedule, "rate", real)
+    shutil.rmtree(root / "checkpoint-3")
+    assert train(config, resume=str(root / "checkpoint-2")) == 0
+    assert [path.name for path in root.glob("checkpoint-*")] == ["checkpoint-6"]
 
 
 def test_broken_weights_are_not_saved(make: Make, tmp_path: Path) -> None:

@@ -113,9 +113,7 @@ def help_of_gpu(states: States, rule: dict[str, float], device: torch.device) ->
         return "", "Triton is missing"
     if (squares := squares_of_host(device, rule)) is None:
         return "", "this build of torch rounds AdamW in a way that is not known here"
-    if not states.pin(device):
-        return "", "the state in host memory could not be page-locked"
-    return squares, ""
+    return (squares, "") if states.pin(device) else ("", "the state in host memory could not be page-locked")
 
 
 class Updates:

@@ -195,10 +195,8 @@ class Update(Sink):
     def rates(self, tensor: FlatTensor) -> tuple[float, float]:
         """(learning rate, weight decay) of a tensor."""
         lr, decay = self.now.lr, self.decay.of(tensor.param)
-        for group in self.groups:
-            if re.search(group["match"], tensor.name):
-                return lr * group.get("lr_scale", 1.0), group.get("weight_decay", decay)
-        return lr, decay
+        group = next((group for group in self.groups if re.search(group["match"], tensor.name)), {})
+        return lr * group.get("lr_scale", 1.0), group.get("weight_decay", decay)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

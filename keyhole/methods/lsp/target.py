@@ -111,9 +111,7 @@ class Target:
         """Two numbers of a step, for `apply`: for a matrix lr scale and keep = 1 - lr decay; for a plain tensor, whose
         update is w - rate (delta + wd w), with opposite sign: -lr and wd."""
         keep = 1.0 - lr * decay
-        if self.p is not None:
-            return lr * self.scale, keep
-        return -lr, (keep - 1) / lr if lr else 0
+        return (-lr, (keep - 1) / lr if lr else 0) if self.p is None else (lr * self.scale, keep)
 
     def apply(self, w: torch.Tensor, delta: torch.Tensor, rates: tuple[Number, Number], how: dict) -> None:
         """Updates the weight by lr delta, through the projectors. how: rounding, seed, step."""

@@ -80,9 +80,8 @@ class RecordedSteps:
         """Equal for steps that one graph can serve; None unless every unit lacks exactly the last update, and no
         checkpoint or gate observes the step."""
         engine, layout = self.directions.model.engine, self.directions.model.layout
-        if not self.possible or self.hooks.any() or not self.update.is_usual:
-            return None
-        if engine.watch is not None or engine.gate is not None:
+        observed = engine.watch is not None or engine.gate is not None
+        if observed or not self.possible or self.hooks.any() or not self.update.is_usual:
             return None
         tokens = max((batch.inputs["input_ids"].numel() for batch in looks.batches), default=0)
         if tokens == 0 or not is_short(layout, tokens, looks.looks, self.directions.looks_at_once):

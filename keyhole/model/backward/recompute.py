@@ -77,9 +77,8 @@ class _Linear(torch.autograd.Function):
         run.uses[id(weight)] += 1
         ctx.save_for_backward(x)
         ctx.weight, ctx.run = weight, run
-        if skipped:
-            return x.new_empty((*x.shape[:-1], weight.shape[0]))
-        return F.linear(x, weight, bias).data  # no view, so that the model may write into it (Longformer)
+        # no view, so that the model may write into it (Longformer)
+        return x.new_empty((*x.shape[:-1], weight.shape[0])) if skipped else F.linear(x, weight, bias).data
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -88,9 +88,8 @@ def left_out(blocks: Iterable[nn.Module], without: set[Call]) -> Iterator[None]:
     """Removes the masks of these calls."""
 
     def remove(block: nn.Module, args: tuple, kwargs: dict[str, object]) -> tuple[tuple, dict[str, object]] | None:
-        if kwargs.get(NAME) is None or _call(block, args) not in without:
-            return None
-        return args, kwargs | {NAME: None}
+        has_one = kwargs.get(NAME) is not None and _call(block, args) in without
+        return (args, kwargs | {NAME: None}) if has_one else None
 
     with _hooked(blocks, remove):
         yield

@@ -33,7 +33,7 @@ REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
 
 LAYERS, MOST_LAYERS = ("layers", "n_layer", "num_blocks", "n_block"), 4096
 SIZES, MOST_SIZE = (
-    ("_size", "_dim", "_heads", "_experts", "n_embd", "n_head", "n_inner", "d_model", "d_kv", "d_ff"),
+    ("_size", "_dim", "_heads", "_experts", "_per_tok", "n_embd", "n_head", "n_inner", "d_model", "d_kv", "d_ff"),
     2**22,
 )
 POSITIONS, MOST_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 2**28
@@ -67,10 +67,12 @@ def check_config_file(path: Path) -> None:
         check_implementation(key, value, path)
         counts_layers, is_size = any(word in key for word in LAYERS), key.endswith(SIZES)
         if isinstance(value, int | float) and (counts_layers or is_size or key in POSITIONS):
-            if value > (MOST_LAYERS if counts_layers else MOST_SIZE if is_size else MOST_POSITIONS):
+            if not 0 <= value <= (MOST_LAYERS if counts_layers else MOST_SIZE if is_size else MOST_POSITIONS):
                 is_short = isinstance(value, float) or value.bit_length() < 1000
                 shown = f"{value:g}" if is_short else "beyond all numbers"
-                raise UserError(f"model: {path}: {key} is {shown}, more than any model has")
+                raise UserError(
+                    f"model: {path}: {key} is {shown}, {'less' if value < 0 else 'more'} than any model has"
+                )
 
 
 def identity(config: Json, prefix: str = "") -> Json:

@@ -183,9 +183,9 @@ def build(
 
 def _check_module(module: "PreTrainedModel", dtype: torch.dtype) -> None:
     """Refuses a model that does not look up its tokens in one table (CANINE: hashes of characters; I-BERT: a quantised
-    table); one without blocks, which Transformers builds from 0 layers, or fewer, without a word: beside the embedding,
-    all lists of modules are empty; and 16 bit where Transformers keeps some parameters in float32: units here have one
-    dtype."""
+    table); one with a size of 0; one without blocks, which Transformers builds from 0 layers, or fewer, without a word:
+    beside the embedding, all lists of modules are empty; and 16 bit where Transformers keeps some parameters in
+    float32: units here have one dtype."""
     name = type(module).__name__
     try:
         embedding = module.get_input_embeddings()
@@ -194,8 +194,8 @@ def _check_module(module: "PreTrainedModel", dtype: torch.dtype) -> None:
     if not isinstance(embedding, nn.Embedding):
         found = "none" if embedding is None else type(embedding).__name__
         raise UserError(f"model: {name} has no table of tokens (an nn.Embedding; found {found}), and is not supported")
-    if embedding.embedding_dim < 1:
-        raise UserError(f"model: {name} would have no weights: the width in its config (hidden_size, n_embd) is 0")
+    if (empty := next((own for own, param in module.named_parameters() if not param.numel()), None)) is not None:
+        raise UserError(f"model: {name} would have no weights in {empty}: a size in its config is 0")
     body = find_decoder(module) if not is_classifier(module.config) else module.base_model
     lists = [part for part in body.modules() if isinstance(part, nn.ModuleList)]
     if lists and not any(map(len, lists)):

@@ -217,8 +217,7 @@ def check_gguf_config(config: "PretrainedConfig", directory: Path) -> None:
     for file, settings in gguf_settings(directory).items():
         for theirs, ours in GGUF_KEYS.items():
             mine = setting(text, ours)
-            if ours == "rope_theta" and isinstance(rope, dict):
-                mine = rope.get(ours, mine)
+            mine = rope.get(ours, mine) if ours == "rope_theta" and isinstance(rope, dict) else mine
             given, mine = finite(settings.get(theirs)), finite(mine)
             if given is None or mine is None or (theirs == "block_count" and mine <= given):
                 continue

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from keyhole.disk.weight_files import is_pickled, open_shard
-from keyhole.errors import UserError
+from keyhole.errors import UserError, warn
 from keyhole.machine.out_of_memory import out_of_memory
 from keyhole.machine.progress import tell
 from keyhole.model.model import Model
@@ -66,9 +66,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _say(model: Model, lines: list[str]) -> None:
-    """Adds lines to the model's description, each once."""
-    if model.placed is not None:
-        model.placed.reasons += [line for line in lines if line not in model.placed.reasons]
+    """Adds lines to the model's description, each once; of warnings, who loads it by a program hears too."""
+    new = [line for line in lines if line not in model.describe()]
+    model.describe().extend(new)
+    for line in (line.removeprefix("warning: ") for line in new if line.startswith("warning: ")):
+        warn(line)
 
 
 def _fill(model: Model, target: Target, tensor: torch.Tensor) -> None:

@@ -60,7 +60,6 @@ OURS = re.compile(
 )
 # The dtype is that of the weights; the others say who wrote the file, or are set by Transformers' Trainer for its run
 NOT_COMPARED = {"dtype", "torch_dtype", "_from_model_config", "transformers_version", "_name_or_path", "use_cache"}
-DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*)"[^"]*"')  # quotes within a text of JSON are escaped
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FACTS = (
     *SPECIAL,
@@ -161,8 +160,8 @@ def written(
         else:
             del texts[name]
             told[name] = ["left out"]
-    dtyped = DTYPE.sub(rf'\g<1>"{str(dtype).removeprefix("torch.")}"', texts[CONFIG].decode())
-    texts[CONFIG] = dtyped.encode()
+    for path in _dtypes(json.loads(texts[CONFIG])):
+        texts[CONFIG] = edited(texts[CONFIG].decode(), path, str(dtype).removeprefix("torch.")).encode()
     lines = {
         "edited beside the weights": [f"{name} ({', '.join(keys)})" for name, keys in told.items()],
         "left out beside the weights": published.left_out,
@@ -197,6 +196,12 @@ def _edits_of_config(texts: dict[str, bytes], module: Any) -> Iterator[Edit]:
         yield from ((GENERATION if known else CONFIG, path, value) for path, value in changed.items())
     else:
         yield GENERATION, (), stops.to_json_string().encode()
+
+
+def _dtypes(config: Json) -> Iterator[tuple[str, ...]]:
+    """Where it names a dtype, under either name, at any depth."""
+    yield from ((key,) for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str))
+    yield from ((key, *path) for key, part in config.items() if isinstance(part, dict) for path in _dtypes(part))
 
 
 def _json_of(config: Any) -> Json:

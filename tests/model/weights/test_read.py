@@ -32,10 +32,12 @@ def said(directory: Path) -> list[str]:
 def test_what_is_left_out_is_named(tiny_model: Path, tmp_path: Path) -> None:
     assert said(tiny_model) == []
     assert said(altered(tiny_model, tmp_path / "t", {"model.rotary_emb.inv_freq": torch.ones(4)})) == []
-    (line,) = said(altered(tiny_model, tmp_path / "e", {"extra.weight": torch.ones(3)}))
+    with pytest.warns(UserWarning, match=r"^weights: 1 tensor of the files .* extra\.weight$"):
+        (line,) = said(altered(tiny_model, tmp_path / "e", {"extra.weight": torch.ones(3)}))
     assert "1 tensor of the files" in line and line.endswith("extra.weight")
     layers = json.loads((tiny_model / "config.json").read_text())["num_hidden_layers"]
-    (line,) = said(altered(tiny_model, tmp_path / "l", {}, num_hidden_layers=layers - 1))
+    with pytest.warns(UserWarning, match="9 tensors of the files left out"):
+        (line,) = said(altered(tiny_model, tmp_path / "l", {}, num_hidden_layers=layers - 1))
     assert "9 tensors" in line and f"model.layers.{layers - 1}." in line and "and 6 more" in line
 
 

@@ -44,6 +44,8 @@ def test_a_file_where_the_model_should_go_is_kept(model: keyhole.Model, tmp_path
         with pytest.raises(UserError, match="notes is a file.*choose a directory"):
             model.save_pretrained(path)
     assert notes.read_text() == "mine" and list(tmp_path.iterdir()) == [notes]
+    with pytest.raises(UserError, match="save_pretrained: cannot write to /proc/model: "):
+        model.save_pretrained("/proc/model")
 
 
 def test_saving_keeps_the_users_own_weights(model: keyhole.Model, tmp_path: Path) -> None:

@@ -133,6 +133,19 @@ def test_what_a_caller_changes_is_edited_by_key(source: Path, tmp_path: Path) ->
     assert "local_files_only" not in (tmp_path / "theirs" / "tokenizer_config.json").read_text()
 
 
+def test_the_dtype_is_edited_by_key_however_it_is_written(llama: Path, tmp_path: Path) -> None:
+    """Also with an escape, twice, or in a config within; the text of another key is not touched."""
+    shutil.copytree(llama, tmp_path / "model")
+    path, out = tmp_path / "model" / "config.json", tmp_path / "out" / "config.json"
+    about = {key: value for key, value in json.loads(path.read_text()).items() if "dtype" not in key}
+    text = json.dumps(about | {"inner": {"dtype": "float32"}, "note": '"dtype": "float32"'}, indent=2)[:-2]
+    path.write_text(text + ',\n  "torch_dtype": "float16",\n  "torch\\u005fdtype": "float32"\n}')
+    keyhole.load(tmp_path / "model", device="cpu", dtype="bfloat16").save_pretrained(out.parent)
+    changed = [(a, b) for a, b in zip(path.read_text().split("\n"), out.read_text().split("\n"), strict=True) if a != b]
+    assert changed == [(line, line.replace("float32", "bfloat16")) for line, _ in changed]
+    assert [line.split(":")[0].strip() for line, _ in changed] == ['"dtype"', '"torch\\u005fdtype"']
+
+
 def test_a_trainer_writes_what_was_changed_of_its_tokenizer(source: Path, tmp_path: Path) -> None:
     """By key; anew, if it has other tokens."""
     made, tokenizer = trainer(source, tmp_path / "run", [], max_steps=1), AutoTokenizer.from_pretrained(source)

@@ -183,13 +183,11 @@ class FactoredLayers(LowRank):
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
         """What is currently learned of a tensor beside its home; None if it is trained at home."""
         factors = self.factors
-        for vector in factors.parts.vectors:
-            if vector.tensor is tensor:
-                return factors.now[vector.at]
-        for matrix, (a_kO, _) in zip(factors.parts.matrices, factors.rooms, strict=True):
-            if matrix.tensor is tensor:
-                return factors.now[matrix.a] + a_kO.float().sum(0).repeat(factors.rank)
-        return None
+        found = [factors.now[vector.at] for vector in factors.parts.vectors if vector.tensor is tensor]
+        pairs = zip(factors.parts.matrices, factors.rooms, strict=True)
+        mine = ((matrix.a, a_kO) for matrix, (a_kO, _) in pairs if matrix.tensor is tensor)
+        found += [factors.now[a] + a_kO.float().sum(0).repeat(factors.rank) for a, a_kO in mine]
+        return found[0] if found else None
 
     @torch.no_grad()
     def settle(self) -> None:
