@@ -47,7 +47,6 @@ def by_section() -> Iterator[tuple[str, str, list[Setting]]]:
 
 
 def markdown() -> str:
-    """The text of docs/config.md."""
     lines = [HEAD]
     for name, about, group in by_section():
         lines += [f"## {f'`{name}`' if name else 'Top level'}", "", about, ""]
