@@ -47,7 +47,6 @@ def jit(**options: Any) -> Callable[..., Any]:
 def force(choice: str | None) -> Iterator[None]:
     """Within this context every op runs "kernel" or "reference" (None: choose by device again)."""
     global _forced
-    assert choice in (None, "kernel", "reference"), choice
     before, _forced = _forced, choice
     try:
         yield
@@ -56,7 +55,6 @@ def force(choice: str | None) -> Iterator[None]:
 
 
 def use_kernel(device: torch.device) -> bool:
-    """Whether ops on tensors of this device run the Triton kernel."""
     if _forced is not None:
         return _forced == "kernel"
     return device.type == ACCELERATOR and not TRITON_MISSING
@@ -68,7 +66,6 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def describe() -> str:
-    """The choice and its reason, for the block printed at start."""
     if _forced is not None:
         return f"ops: {_forced}, forced"
     if TRITON_MISSING:
