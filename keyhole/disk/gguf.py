@@ -118,7 +118,6 @@ class _Reader:
         return None
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """What is listed of a tensor: its name, shape, type and offset."""
         name = self.string()
         sides = tuple(self.number("Q") for _ in range(self.number("I")))
         return name, sides[::-1], self.number("I"), self.number("Q")
@@ -170,7 +169,6 @@ def _parse(data: mmap.mmap, first: Header | None) -> Header:
 
 
 def _named(header: Header, name: str) -> str:
-    """A tensor's name in Transformers."""
     if header.architecture not in NAMED:
         raise ValueError(f"it is of architecture {header.architecture:.40}; {', '.join(NAMED)} are read")
     stem, _, kind = name.rpartition(".")
@@ -244,7 +242,7 @@ class GGUFShard:
             return torch.from_numpy(raw).view(getattr(torch, PLAIN[entry.form])).reshape(entry.shape)
         gguf = _package()
         try:
-            found: np.ndarray = gguf.quants.dequantize(raw, gguf.constants.GGMLQuantizationType[entry.form])
+            found = gguf.quants.dequantize(raw, gguf.constants.GGMLQuantizationType[entry.form])
         except NotImplementedError as error:
             raise ValueError(f"{name} is of type {entry.form}, which the package gguf does not unpack") from error
         return torch.from_numpy(found).reshape(entry.shape)

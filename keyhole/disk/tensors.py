@@ -1,8 +1,5 @@
 """Reads and writes safetensors one tensor at a time, so that state may be larger than free memory.
 
-The library's writer needs all tensors of a file on the host at once, and Adam's state is twice the model. The format is
-simple enough to write directly:
-
     8 bytes   length of the header, little endian
     header    JSON, padded with spaces to a multiple of 8:  {name: {"dtype", "shape", "data_offsets"}}
     data      the tensors, one after the other; wider elements first, so that every tensor is aligned
@@ -45,8 +42,6 @@ def first_dtype(directory: Path) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor that is going to be written."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -127,13 +122,11 @@ def fill(directory: Path, place: Place, tensor: torch.Tensor, begin: int = 0, fl
 
 
 def one_file(tensors: "Mapping[str, torch.Tensor | Ranges]", file: str) -> Files:
-    """One file with these tensors, by name."""
     specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
     return lay_out(specs, Path(file).stem)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a safetensors file."""
     files = one_file(tensors, path.name)
     create(files, path.parent)
     for name, tensor in tensors.items():
@@ -157,7 +150,6 @@ class Ranges:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -22,7 +22,6 @@ from keyhole.report.story import METRICS, PAGE, View
 COLUMNS = ("run", "method", "model", "state", "steps", "loss", "dev", "test", "tokens/s", "GPU GiB", "time")
 LEFT = {0, 1, 2, 3}  # columns of text
 MOST_CHARTS, MOST_VALUE = 8, 120
-UNTOLD = {"output_dir"}
 NO_METRICS = ("eval_tokens", "eval_rows", "eval_questions")
 
 
@@ -58,7 +57,6 @@ def table(views: Sequence[View]) -> list[str]:
 
 
 def _kept(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The columns that hold anything."""
     return [i for i in range(len(COLUMNS)) if i < 2 or any(row[i] != "-" for row in rows)]
 
 
@@ -130,7 +128,7 @@ def _differences(views: Sequence[View], colours: dict[str, int]) -> str:
         for key, value in view.settings.items():
             inner = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}
             flat[-1] |= inner if isinstance(value, dict) else {str(key): value}
-    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if key not in UNTOLD]
+    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if key != "output_dir"]
     differ = [key for key in keys if len({repr(each.get(key)) for each in flat}) > 1]
     if not differ or len(views) < 2:
         return ""

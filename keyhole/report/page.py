@@ -28,7 +28,6 @@ PLAIN = ("loss", "perplexity", "nll")  # not in percent
 
 
 def make_page(view: View) -> str:
-    """The page."""
     story = view.story
     parts = [
         _top(view),
@@ -97,7 +96,6 @@ def shown_metrics(numbers: dict[str, float], kind: str) -> str:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a metric is shown unchanged, not in percent."""
     return name.endswith(PLAIN)
 
 
@@ -115,8 +113,7 @@ class Along:
     def of_steps(self, curves: Curves, number: str, name: str, colour: int) -> list[Series]:
         """The curve of a number of steps; none if no step has it."""
         x, y = curves.mean(number, self.unit_s is not None)
-        draw = Series if number in EXACT else noisy
-        return [draw(name, colour, self._scaled(x), y)] if x else []
+        return [(Series if number in EXACT else noisy)(name, colour, self._scaled(x), y)] if x else []
 
     def of_evaluations(self, curves: Curves, number: str, name: str, colour: int) -> list[Series]:
         """The curve of a number of evaluations; none if no evaluation has it."""
@@ -172,5 +169,4 @@ def _charts(curves: Curves, along: Along, by_candidates: bool) -> str:
 
 
 def now() -> str:
-    """The current time, for `began` and `updated`."""
     return datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
