@@ -81,15 +81,11 @@ def continue_prompts(
         befores = [prompts[i] for i in batch]
         made = _generated(model, befores, max_new_tokens, stop, settings)
         for i, before, ids in zip(batch, befores, made, strict=True):
-            answers[i] = cut_at(text_after(model.tokenizer, [] if apart else before, ids), stop)
+            text = text_after(model.tokenizer, [] if apart else before, ids)
+            answers[i] = text[: min([text.find(word) for word in stop if word in text], default=len(text))]
     for theirs in ranks.objects(answers):
         answers |= theirs
     return [answers[i] for i in range(len(prompts))]
-
-
-def cut_at(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first stop string in it."""
-    return text[: min([text.find(word) for word in stop if word in text], default=len(text))]
 
 
 def _generated(
@@ -144,5 +140,4 @@ class _Stops(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: torch.FloatTensor, **options: object) -> torch.Tensor:
         made = input_ids[:, max(self.width, input_ids.shape[1] - self.tail) :]
         texts = self.tokenizer.batch_decode(made, clean_up_tokenization_spaces=False)
-        found = [any(word in text for word in self.stop) for text in texts]
-        return torch.tensor(found, device=input_ids.device)
+        return torch.tensor([any(word in text for word in self.stop) for text in texts], device=input_ids.device)
