@@ -111,14 +111,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Table:
-    """Cases that are shown together."""
-
     title: str
     cases: list[Case]
 
 
 def read_tables(path: Path, quick: bool = False) -> dict[str, Table]:
-    """The tables of a file, by name."""
     try:
         found = yaml.safe_load(read_text(path))
     except (ValueError, RecursionError, yaml.YAMLError) as error:

@@ -49,7 +49,6 @@ EVERY, PERIODS, REPLAYED = 10, 2, 1000  # steps between checkpoints, checkpoints
 
 
 def measure_saving(case: Case, job: Job, emit: Emit) -> Record:
-    """The pace of a mode."""
     device, is_textbook = measure.device_of(job.device), case.system == TEXTBOOK
     model = load(case, job.device, job.quick)
     weights_bytes = sum(home.nbytes for home in model.engine.homes)
@@ -116,7 +115,6 @@ def time_background(method: keyhole.ZO, run: Callable[[int], None], scratch: Pat
 
 
 def time_replay(method: keyhole.ZO, steps: int) -> Record:
-    """A journal of this many steps is applied in place."""
     rng, kind = random.Random(0), method.model.device.type
     numbers = [(i, (LR, rng.gauss(0.0, 1.0))) for i in range(method.step_count + 1, method.step_count + steps + 1)]
     method.flush()
@@ -125,7 +123,6 @@ def time_replay(method: keyhole.ZO, steps: int) -> Record:
 
 
 def by_mode(records: list[Record]) -> dict[tuple[str, str], Record]:
-    """The latest measurement of each model and mode."""
     found = {}
     for r in (r for r in records if r.get("status") == "ok"):
         words = [TEXTBOOK if r["case"]["system"] == TEXTBOOK else "", r["case"]["saving"]]

@@ -1,8 +1,5 @@
 """Recomputes weights from a journal: from a checkpoint when a run is resumed, or from the base, for `keyhole replay`.
 
-Updates are elementwise, so all steps are applied to one unit before the next unit: each unit crosses the link once for
-the whole journal, and the time is that of the update kernels alone.
-
 `keyhole replay BASE JOURNAL OUT` needs no GPU and no data, only base weights with the right content hash, the journal,
 and with zo.guide the directory `directions` beside it. A journal that was cut between two records looks like that of a
 shorter run: it is compared with the max_steps in its header.
@@ -62,8 +59,6 @@ def apply_records(method: ZO, records: list[Record]) -> float:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of `replay`."""
-
     steps: int
     seconds: float
     total_seconds: float
@@ -101,8 +96,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
             method.load_state_dict(method_state(Path(find_directory(base)), state))
         content = f"content {header.base[:12]}, as recorded" if source == base else f"over the weights of {source}"
         say(f"base: {base}, {content}")
-        numel = model.layout.numel
-        say(f"replaying steps {header.first + 1} to {last} of {found.last} over {numel:,} elements")
+        say(f"replaying steps {header.first + 1} to {last} of {found.last} over {model.layout.numel:,} elements")
         seconds = apply_records(method, records)
         hf.add_end_tokens(model.module, header.end_token_ids)
         if "chat_template" in header.loader:
@@ -169,7 +163,6 @@ def read_whole(path: Path, steps: int | None) -> Journal:
 
 
 def method_of(header: Header, model: Model) -> ZO:
-    """The method with the settings of the run."""
     frozen = set(header.frozen)
     for tensor in model.layout.tensors:
         tensor.param.requires_grad_(tensor.name not in frozen)

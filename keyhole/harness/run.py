@@ -19,7 +19,6 @@ from keyhole.errors import UserError
 
 
 def require() -> None:
-    """UserError if the harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--harness: the package lm_eval is not installed: pip install lm_eval")
 
@@ -90,6 +89,4 @@ def find_tasks(manager: Any, words: Sequence[str]) -> list[str]:
                 f"--harness: {word} is no task of the harness{meant} (all names: lm-eval ls tasks; your own: a .yaml "
                 "file, or --include-path DIR)"
             )
-    if not found:
-        raise UserError("--harness: name at least one task of lm-evaluation-harness")
     return list(dict.fromkeys(found))

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from keyhole.config import TrainConfig, load_config
 from keyhole.config.fields import sections, settings
+from keyhole.config.rules import as_list
 from keyhole.config.types import dump, to_dict
 from keyhole.data.opened import kind_of
 from keyhole.disk.json_text import Json, read_json
-from keyhole.errors import UserError
+from keyhole.errors import UserError, as_user_error
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import has_adapter, names_classifier
 from keyhole.model.weights.small_files import CARD
@@ -56,7 +57,6 @@ def card(directory: Path, name: str) -> str:
 
 
 def _entries(path: Path, last: int | None) -> list[Entry]:
-    """The entries of run/metrics.jsonl, up to a step."""
     kept = [entry for entry in read_metrics(path) if last is None or entry["step"] <= last]
     return [{key: value for key, value in entry.items() if type(value) in (int, float, type(None))} for entry in kept]
 
@@ -66,12 +66,10 @@ def _machine(path: Path) -> str:
     if not path.exists():
         return ""
     found = read_json(path, "run", MOST_BYTES)
-    versions, gpus, cpu = (found.get(key, kind()) for key, kind in (("versions", dict), ("gpus", list), ("cpu", dict)))
-    if not isinstance(versions, dict) or not isinstance(gpus, list) or not isinstance(cpu, dict):
-        raise UserError(f"{path} holds no versions and devices")
-    named = [each["name"] for each in (gpus or [cpu]) if isinstance(each, dict) and isinstance(each.get("name"), str)]
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return f"## Versions and hardware\n\n{listed}; {', '.join(named)}" if listed or named else ""
+    with as_user_error(f"{path} holds no versions and devices"):
+        named = ", ".join(str(each["name"]) for each in (found["gpus"] or [found["cpu"]]))
+        listed = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
+    return f"## Versions and hardware\n\n{listed}; {named}"
 
 
 def _metadata(name: str, config: TrainConfig | None, model: Json, entries: list[Entry]) -> Json:
@@ -81,11 +79,11 @@ def _metadata(name: str, config: TrainConfig | None, model: Json, entries: list[
         return found | {"tags": ["keyhole"]}
     if base := hub_id(config.model):
         found["base_model"] = base
-    if data := [hub for source in _listed(config.train_data) if (hub := hub_id(source))]:
+    if data := [hub for source in as_list(config.train_data) if (hub := hub_id(source))]:
         found["datasets"] = data
     found["tags"] = ["keyhole", config.method]
     tests = [entry for entry in entries if is_test(entry)]
-    tasks = [Path(task).stem for task in _listed(config.task)]
+    tasks = [Path(task).stem for task in as_list(config.task)]
     metrics = [
         {"type": key.removeprefix("test_"), "value": round(value, 4)}
         for key, value in (tests[-1] if tests else {}).items()
@@ -114,10 +112,10 @@ def _training(config: TrainConfig, model: Json, entries: list[Entry]) -> str:
         f"- method: `{config.method}`, {steps:,} steps of {rows:,} rows",
         f"- learning rate: {f'{peak:g}' if isinstance(peak, float | int) else peak}, {config.lr_scheduler_type}",
     ]
-    if tasks := _listed(config.task):
+    if tasks := as_list(config.task):
         lines.append(f"- tasks: {', '.join(f'`{Path(task).name}`' for task in tasks)}")
     for sources, title in ((config.train_data, "trained on"), (config.eval_data, "evaluated on")):
-        if named := [f"`{_told(source)}`" for source in _listed(sources)]:
+        if named := [f"`{_told(source)}`" for source in as_list(sources)]:
             lines.append(f"- {title}: {', '.join(named)}")
     over = config.train_on if config.task is None else config.loss
     lines.append(f"- loss over: {'labels' if names_classifier(model) else over}")
@@ -125,7 +123,6 @@ def _training(config: TrainConfig, model: Json, entries: list[Entry]) -> str:
 
 
 def _figures(entries: list[Entry]) -> str:
-    """The loss at both ends, the last evaluation, and the tests."""
     losses = [entry["loss"] for entry in entries if entry.get("loss") is not None]
     if not losses:
         return ""
@@ -161,10 +158,6 @@ def _use(name: str, model: Json, adapted: bool) -> str:
     lines += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")', f'model = {task}.from_pretrained("{name}")']
     lines += [f'model = PeftModel.from_pretrained(model, "{name}", subfolder="adapter")'] if adapted else []
     return "\n".join(["## Use", "", "```python", *lines, "```"])
-
-
-def _listed(value: str | list[str] | None) -> list[str]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def hub_id(source: object) -> str | None:

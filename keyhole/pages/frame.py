@@ -59,7 +59,6 @@ def th(text: str, kind: str = "", unit: str | None = None) -> str:
 
 
 def td(text: str, kind: str = "") -> str:
-    """A cell."""
     return f"<td{_class(kind)}>{escape(text)}</td>"
 
 

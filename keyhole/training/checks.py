@@ -47,7 +47,6 @@ class FirstSteps(Observer):
         self.moved, self.is_done = 0, False  # steps with a rate above 0
 
     def before_step(self, batches: list[Batch]) -> None:
-        """Takes the samples, before the first step."""
         if not self.before and not self.is_done:
             self.before = dict(samples(self.run.model))
 
@@ -80,7 +79,6 @@ class FirstSteps(Observer):
 
 
 def samples(model: Model) -> Iterable[tuple[str, torch.Tensor]]:
-    """A sample of every trained tensor that this rank holds."""
     model.engine.wait_for_homes()
     for tensor in model.layout.tensors:
         if not tensor.param.requires_grad or tensor is model.layout.table or tensor.name.endswith(KEY_BIASES):

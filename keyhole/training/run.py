@@ -98,11 +98,9 @@ class Run:
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows."""
         return self.done >= self.total or self.ends is not None
 
     def is_asked(self) -> bool:
-        """Whether a signal has asked the run to stop after this step."""
         return self.interrupts.requested is not None
 
     def checkpoint(self, step: int) -> Path:
@@ -144,7 +142,6 @@ class Run:
         return loss
 
     def note(self, reading: Reading) -> None:
-        """Tells all observers of numbers that have been read."""
         for observer in self.observers:
             observer.note(reading)
 
