@@ -165,8 +165,8 @@ def all_blocks_s(r: Record) -> float:
 
 class LayerReport(Report):
     def cells(self, r: Record) -> Cells:
-        found = {"model": r["case"]["model"], "on": "GPU" if r["place"] == "cuda" else f"CPU, {r['threads']} threads"}
-        found |= {"dtype": r["dtype"], "tokens": str(r["tokens"])}
+        place = "GPU" if r["place"] == "cuda" else f"CPU, {r['threads']} threads"
+        found = {"model": r["case"]["model"], "on": place, "dtype": r["dtype"], "tokens": str(r["tokens"])}
         for part in PARTS:
             seconds, floor_s = r["parts"][part]["s"], r["floors"][part]
             found[f"{part} ms"] = f"{1e3 * seconds:.3f} ({1e3 * floor_s:.3f}, {seconds / floor_s:.2f}x)"

@@ -77,8 +77,7 @@ def measure_saving(case: Case, job: Job, emit: Emit) -> Record:
                 written.append(time.perf_counter() - begin_s)
             run(EVERY)
             wait(device)
-            found = {"steps": EVERY, "wall_s": time.perf_counter() - begin_s}
-            found |= {"write_s": written} if written else {}
+            found = {"steps": EVERY, "wall_s": time.perf_counter() - begin_s, "write_s": written}
     found["weights_bytes"] = weights_bytes
     found["tokens_per_s"] = found["steps"] * batches[0]["input_ids"].numel() / found["wall_s"]
     found |= {"host_bytes": measure.host_memory(), "device": measure.device_memory(device)}
@@ -157,5 +156,5 @@ class SnapshotReport(Report):
     def line(self, found: Record) -> str:
         if found.get("status") != "ok":
             return super().line(found)
-        written = f"; written in {statistics.mean(found['write_s']):.2f} s" if "write_s" in found else ""
+        written = f"; written in {statistics.mean(found['write_s']):.2f} s" if found.get("write_s") else ""
         return f"{found['name']:<26} {found['tokens_per_s']:10,.0f} tok/s, {found['wall_s']:.2f} s{written}"

@@ -111,7 +111,7 @@ class Line:
             return found
         spread, device, planned = (r["max_s"] - r["min_s"]) / 2 / self.step_s, r["device"], r["planned_bytes"]
         found |= {"s/step": f"{self.step_s:.4f}", "+-": f"{spread:.1%}", "tok/s": f"{self.tok_s:,.0f}"}
-        found |= {"vs textbook": number(self.to_textbook, unit="x")}
+        found["vs textbook"] = number(self.to_textbook, unit="x")
         if (best := self.best_native) is not None:
             found |= {
                 "vs best native": number(self.against(best["name"]), unit="x"),

@@ -67,9 +67,12 @@ def _lead(cells: Sequence[Cell]) -> str:
 def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
     grid, rows = grid_of(cells), []
     best = [_best([cell for cell in cells if cell.task == task]) for task in grid.metrics]
-    head = [th("method"), *(th(task, "long", metric) for task, metric in grid.metrics.items())]
-    head += [th("mean", unit=grid.mean.removeprefix("mean").lstrip())] if grid.mean else []
-    head += [th("GPU", unit="GiB"), th("time", unit="per run")]
+    head = [
+        th("method"),
+        *(th(task, "long", metric) for task, metric in grid.metrics.items()),
+        *([th("mean", unit=grid.mean.removeprefix("mean").lstrip())] if grid.mean else []),
+        *(th("GPU", unit="GiB"), th("time", unit="per run")),
+    ]
     for method, row in grid.rows.items():
         line = [_cell(cell, first, cells) for cell, first in zip(row, best, strict=True)]
         line += [td(average(row), "mean")] if grid.mean else []

@@ -95,10 +95,8 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
         chooses = not _has_no_dev(base)
         if not chooses and not any(BEST in layer for layer in layers):
             base.pop(BEST)
-        fixed = {"model": path, "output_dir": comparison.output_dir}
-        fixed |= {} if "method" in base else {"method": method}
-        fixed |= {} if "task" in base or "train_data" in base else {"task": task}
-        base |= text_entries(fixed)
+        usual = {"method": method} | ({} if "train_data" in base else {"task": task})
+        base = text_entries(usual) | base | text_entries({"model": path, "output_dir": comparison.output_dir})
         trials: dict[tuple[Point, int], Trial] = {}
         source = f"{comparison.source}: {method} on {task}"
         empty = [key for key, entry in base.items() if _is_grid(key, entry.node) and not entry.node.value]

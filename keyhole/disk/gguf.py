@@ -37,8 +37,11 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-GRIDS = {"Q4_0": ("int4", 32, "float16", False), "Q4_1": ("int4", 32, "float16", True)}
-GRIDS |= {"Q8_0": ("int8", 32, "float16", False)}  # equal (grid, group, dtype of scales, with an offset)
+GRIDS = {  # equal (grid, group, dtype of scales, with an offset)
+    "Q4_0": ("int4", 32, "float16", False),
+    "Q4_1": ("int4", 32, "float16", True),
+    "Q8_0": ("int8", 32, "float16", False),
+}
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9

@@ -161,19 +161,18 @@ def table(scores: Sequence[Score]) -> str:
     """The results as plain text that is also a Markdown table."""
     columns = ["name", "rows", "result", "accuracy by chance", "accuracy by sum", "margin", "loss", "perplexity"]
     shown = markdown(columns, [[printable(cell) for cell in _cells(each)] for each in scores], numbers=True)
-    cut = [f"{s.name}: {s.truncated} texts were too long and were cut" for s in scores if s.truncated]
-    cut += [
-        f"{s.name}: answers end after {s.shortened} tokens, half of what the model or max_length has room for"
-        for s in scores
-        if isinstance(s, AnswerScore) and s.shortened
+    room = "half of what the model or max_length has room for"
+    told = [
+        *((s, ", ".join(as_published(*pair) for pair in s.metrics.items())) for s in scores if len(s.metrics) > 1),
+        *((s, f"{s.truncated} texts were too long and were cut") for s in scores if s.truncated),
+        *(
+            (s, f"answers end after {s.shortened} tokens, {room}")
+            for s in scores
+            if isinstance(s, AnswerScore) and s.shortened
+        ),
+        *((s, line) for s in scores if isinstance(s, DataScore) for line in s.losses),
     ]
-    cut += [f"{s.name}: {line}" for s in scores if isinstance(s, DataScore) for line in s.losses]
-    more = [
-        f"{s.name}: {', '.join(as_published(*pair) for pair in s.metrics.items())}"
-        for s in scores
-        if len(s.metrics) > 1
-    ]
-    return "\n".join([shown, *more, *cut])
+    return "\n".join([shown, *(f"{s.name}: {line}" for s, line in told)])
 
 
 def _cells(found: Score) -> list[str]:

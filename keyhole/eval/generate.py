@@ -99,9 +99,13 @@ def _generated(
     pad = next((i for i in (tokenizer.pad_token_id, own.pad_token_id, first_end) if i is not None), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    options = (PLAIN if settings is None else settings) | {"max_new_tokens": new, "pad_token_id": pad}
-    options |= {"eos_token_id": ends, "logits_processor": [Guard()]}
-    options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
+    options = (PLAIN if settings is None else settings) | {
+        "max_new_tokens": new,
+        "pad_token_id": pad,
+        "eos_token_id": ends,
+        "logits_processor": [Guard()],
+        "stopping_criteria": [_Stops(tokenizer, stop, width)] if stop else None,
+    }
     if settings is None:  # a setting that a call does not give would be filled in from the model's own
         model.module.generation_config = GenerationConfig()
     try:

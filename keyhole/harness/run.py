@@ -89,4 +89,6 @@ def find_tasks(manager: Any, words: Sequence[str]) -> list[str]:
                 f"--harness: {word} is no task of the harness{meant} (all names: lm-eval ls tasks; your own: a .yaml "
                 "file, or --include-path DIR)"
             )
+    if not found:
+        raise UserError("--harness: name at least one task of lm-evaluation-harness")
     return list(dict.fromkeys(found))

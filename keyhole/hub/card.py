@@ -25,8 +25,10 @@ from keyhole.model.structure.source import has_adapter, names_classifier
 from keyhole.model.weights.small_files import CARD
 from keyhole.report.entries import Entry, is_test, read_metrics
 
-NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
-NOT_TOLD |= {"train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template"}
+NOT_TOLD = {
+    "model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache",
+    "train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template",
+}  # fmt: skip
 MOST_BYTES = 2**22
 FOLDERS = re.compile(r"[^+]*/")  # of `/home/me/a.jsonl+b.jsonl[:50%]`
 HUB_ID, CHECKPOINT = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"checkpoint-(\d+)")
@@ -153,10 +155,13 @@ def _settings(config: TrainConfig) -> str:
 def _use(name: str, model: Json, adapted: bool) -> str:
     """How to load it. adapted: adapters were learned beside the weights, which a plain load leaves out."""
     task = "AutoModelForSequenceClassification" if names_classifier(model) else "AutoModelForCausalLM"
-    lines = ["from peft import PeftModel"] if adapted else []
-    lines += [f"from transformers import {task}, AutoTokenizer", ""]
-    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")', f'model = {task}.from_pretrained("{name}")']
-    lines += [f'model = PeftModel.from_pretrained(model, "{name}", subfolder="adapter")'] if adapted else []
+    lines = [
+        *(["from peft import PeftModel"] if adapted else []),
+        f"from transformers import {task}, AutoTokenizer\n",
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        f'model = {task}.from_pretrained("{name}")',
+        *([f'model = PeftModel.from_pretrained(model, "{name}", subfolder="adapter")'] if adapted else []),
+    ]
     return "\n".join(["## Use", "", "```python", *lines, "```"])
 
 

@@ -121,11 +121,11 @@ def push(
     say(f"pushing {len(files) + 1} files, {total / 2**30:.2f} GiB, to {name}{'; '.join(['', *left])}")
     with _asking(name):
         stale = [file for file in api.list_repo_files(name) if STALE.fullmatch(file) and file not in files]
+        contents[CARD] = text_of_card(place, name).encode()
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(file, sent) for file, sent in contents.items()
+            *(CommitOperationAdd(file, sent) for file, sent in contents.items()),
+            *map(CommitOperationDelete, stale),
         ]
-        operations += [CommitOperationAdd(CARD, text_of_card(place, name).encode())]
-        operations += [CommitOperationDelete(file) for file in stale]
         api.create_commit(name, operations, commit_message=f"Model trained with keyhole {keyhole.__version__}")
     return f"{api.endpoint}/{name}"
 

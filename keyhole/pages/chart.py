@@ -90,13 +90,12 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
     if baseline is not None:
         at = f"{axes.y(baseline):.1f}"
         body.append(f'<line class="base" x1="{LEFT}" x2="{axes.right}" y1="{at}" y2="{at}"/>')
-    body += [_band(axes, each) for each in series if each.low != each.high]
+    raw = '<polyline class="raw c{}" points="{}"/>'
     body += [
-        f'<polyline class="raw c{each.colour}" points="{_points(axes, each.x, each.faint)}"/>'
-        for each in series
-        if len(each.faint) > 1
+        *(_band(axes, each) for each in series if each.low != each.high),
+        *(raw.format(each.colour, _points(axes, each.x, each.faint)) for each in series if len(each.faint) > 1),
+        *(_curve(axes, each) for each in series),
     ]
-    body += [_curve(axes, each) for each in series]
     if baseline is not None:  # after the curves, so that none is drawn through it
         body.append(f'<text class="tick over" x="{LEFT + 4}" y="{axes.y(baseline) - 4:.1f}">before training</text>')
     names = "".join(

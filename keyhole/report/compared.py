@@ -110,9 +110,11 @@ def _charts(views: Sequence[View], colours: dict[str, int], along: Along) -> str
     metrics = [name for name in evaluated if name.startswith("eval_") and name not in NO_METRICS]
     first = [name for name in ("learning_rate", "tokens_per_second", "gpu_gib") if name in stepped]
     rest = [name for name in stepped if name not in (*first, "loss", "host_gib")]
-    figures = [("loss", "loss", Along.of_steps)]
-    figures += [(f"dev {name.removeprefix('eval_')}", name, Along.of_evaluations) for name in metrics]
-    figures += [(LABELS.get(name, name.replace("_", " ")), name, Along.of_steps) for name in (*first, *rest)]
+    figures = [
+        ("loss", "loss", Along.of_steps),
+        *((f"dev {name.removeprefix('eval_')}", name, Along.of_evaluations) for name in metrics),
+        *((LABELS.get(name, name.replace("_", " ")), name, Along.of_steps) for name in (*first, *rest)),
+    ]
     drawn = []
     for label, number, draw in figures:
         lines = [line for view in views for line in draw(along, view.curves, number, view.name, colours[view.name])]

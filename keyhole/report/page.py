@@ -22,8 +22,10 @@ TRAIN, EVAL = 0, 1  # colours
 EXACT = ("learning_rate",)  # is set, not measured: drawn as it is, without a running mean
 SHOWN_FIRST = ("loss", "learning_rate", "tokens_per_second", "gpu_gib", "host_gib")
 MOST_EXTRA = 6  # charts of a method's own numbers
-LABELS = {"learning_rate": "learning rate", "tokens_per_second": "tokens per second", "grad_norm": "gradient norm"}
-LABELS |= {"projected_grad": "projected gradient", "gpu_gib": "GPU memory, GiB", "host_gib": "host memory, GiB"}
+LABELS = {
+    "learning_rate": "learning rate", "tokens_per_second": "tokens per second", "grad_norm": "gradient norm",
+    "projected_grad": "projected gradient", "gpu_gib": "GPU memory, GiB", "host_gib": "host memory, GiB",
+}  # fmt: skip
 PLAIN = ("loss", "perplexity", "nll")  # not in percent
 
 
@@ -44,13 +46,15 @@ def make_page(view: View) -> str:
 
 def _top(view: View) -> str:
     story, curves = view.story, view.curves
-    chips = [f"{view.name}/"]
-    chips += [f"began {story.began}"] if story.began else []
-    chips += [f"{curves.tokens:,} tokens"] if curves.tokens else []
-    chips += [f"{curves.pace:,.0f} tokens/s"] if curves.pace else []
-    chips += [f"{curves.step_seconds:.3g} s per step"] if curves.step_seconds else []
-    for name, where in (("gpu_gib", "GPU"), ("host_gib", "host")):
-        chips += [f"{curves.highest[name]:.2f} GiB {where} peak"] if name in curves.highest else []
+    peaks = {where: curves.highest.get(name) for name, where in (("gpu_gib", "GPU"), ("host_gib", "host"))}
+    told = [
+        (story.began, f"began {story.began}"),
+        (curves.tokens, f"{curves.tokens:,} tokens"),
+        (curves.pace, f"{curves.pace or 0:,.0f} tokens/s"),
+        (curves.step_seconds, f"{curves.step_seconds or 0:.3g} s per step"),
+        *((peak is not None, f"{peak or 0:.2f} GiB {where} peak") for where, peak in peaks.items()),
+    ]
+    chips = [f"{view.name}/", *(chip for holds, chip in told if holds)]
     share = 100 * min(1.0, curves.last_step / story.total) if story.total else 0.0
     bar = f"<span class='progress'><span style='width:{share:.1f}%'></span></span>" if story.state == RUNNING else ""
     return header("keyhole train", view.title, lead(view), chips) + bar

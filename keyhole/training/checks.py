@@ -113,8 +113,10 @@ def verdict(model: Model, before: dict[str, torch.Tensor], after: dict[str, torc
     names = ", ".join(unchanged[:NAMED]) + (f", and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else "")
     why = "they get no gradient, or their steps are too small"
     if torch.finfo(model.dtype).bits == 16:
-        why = f"rounding to nearest {model.dtype} loses small steps, stochastic rounding takes few of them"
-        why += "; raise learning_rate, or set dtype=float32"
+        why = (
+            f"rounding to nearest {model.dtype} loses small steps, stochastic rounding takes few of them; raise "
+            "learning_rate, or set dtype=float32"
+        )
     head = f"warning: {len(unchanged)} of {len(before)} trained tensors did not change in {steps} steps"
     return f"{head} ({names}): {why}. {said}"
 

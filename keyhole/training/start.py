@@ -180,9 +180,8 @@ def flat_config(config: TrainConfig) -> Json:
     """Dotted key -> plain value, for the top level and the section of the method."""
     values = to_dict(config)
     own = METHODS[config.method].section
-    flat = {key: value for key, value in values.items() if key not in sections()}
-    flat |= {f"{own}.{key}": value for key, value in values[own].items()}
-    plain: Json = json.loads(json.dumps(flat))
+    flat = {f"{own}.{key}": value for key, value in values[own].items()}
+    plain: Json = json.loads(json.dumps({key: values[key] for key in values if key not in sections()} | flat))
     return plain
 
 
