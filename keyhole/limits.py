@@ -133,7 +133,6 @@ def describe(kind: object, full: bool = False) -> str:
 
 
 def choices(kind: object) -> tuple[str, ...]:
-    """The words of a Literal (or an optional one), for suggestions."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
     if typing.get_origin(kind) in UNIONS:

@@ -82,7 +82,6 @@ class Header:
 
     @property
     def record(self) -> struct.Struct:
-        """The struct of a record, without its CRC."""
         return struct.Struct(f"<4QdI{1 + self.directions}f")
 
 

@@ -1,5 +1,8 @@
 """Recomputes weights from a journal: from a checkpoint when a run is resumed, or from the base, for `keyhole replay`.
 
+Updates are elementwise, so all steps are applied to one unit before the next unit: each unit crosses the link once for
+the whole journal, and the time is that of the update kernels alone.
+
 `keyhole replay BASE JOURNAL OUT` needs no GPU and no data, only base weights with the right content hash, the journal,
 and with zo.guide the directory `directions` beside it. A journal that was cut between two records looks like that of a
 shorter run: it is compared with the max_steps in its header.

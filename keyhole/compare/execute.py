@@ -9,6 +9,10 @@ First every model is scored without training, then every point of every grid is 
 (with all seeds, for choose_by: all-seeds), then the best point of each method with the other seeds. All tasks are read,
 with the rows of every seed, before the first run and before anything is written, so that a mistake in the last task is
 found at once.
+
+If it is started again, the comparison continues: finished runs are not repeated (unless the data, the task file or the
+result itself changed, which is reported); an interrupted run continues from its checkpoint or journal, or starts again.
+Only metrics are kept of a run, unless save_model is set.
 """
 
 import hashlib

@@ -49,8 +49,6 @@ Point = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: its names, its settings, and its id."""
-
     model: str
     task: str
     method: str
@@ -207,7 +205,6 @@ class Kept:
         return self.hashes[model]
 
     def load_data(self, settings: DataSettings) -> Data:
-        """The data of a run, with a loader that begins at the first row."""
         if settings.template_date is None:
             settings = replace(settings, template_date=self.day)
         key = repr(settings)

@@ -30,8 +30,6 @@ Results = Mapping[str, Result]  # by id
 
 @dataclass
 class Cell:
-    """One method on one task and model."""
-
     model: str
     task: str
     method: str
@@ -60,7 +58,6 @@ class Cell:
 
 
 def seeds_of_grid(comparison: Comparison) -> list[int]:
-    """The seeds with which every point of a grid is run."""
     return comparison.seeds[:1] if comparison.choose_by == CHOOSE_BY[0] else comparison.seeds
 
 

@@ -72,7 +72,6 @@ def constructor(row: Traits) -> str:
 
 
 def explain() -> str:
-    """Every key with its type, default and line, for a terminal."""
     lines = []
     for name, about, group in by_section():
         lines += [f"[{name or 'top level'}] {about}", ""]

@@ -169,8 +169,6 @@ def collate(samples: Sequence[Sample], pad_token_id: int, multiple: int = 1) -> 
 
 
 class Loader:
-    """An endless iterator of steps, each a list of micro-batches."""
-
     def __init__(
         self,
         dataset: Dataset,

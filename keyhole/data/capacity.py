@@ -37,8 +37,7 @@ TABLE_WORDS = ("pos", "wpe")
 
 
 def context_length(config: "PreTrainedConfig") -> int | None:
-    text = config.get_text_config(decoder=True)
-    found = (getattr(text, name, None) for name in POSITIONS)
+    found = (getattr(config.get_text_config(decoder=True), name, None) for name in POSITIONS)
     length = next((length for length in found if isinstance(length, int) and length > 0), None)
     if length is None or not is_classifier(config):
         return length

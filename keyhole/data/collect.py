@@ -54,8 +54,6 @@ class Encoded(NamedTuple):
 
 
 class Collector:
-    """Collects samples; `report` has the counts."""
-
     def __init__(self, how: DataSettings, bos: list[int], unknown_id: int | None = None) -> None:
         self.report = Report(max_length=how.max_length, train_on=how.train_on)
         self.how, self.bos, self.unknown_id = how, bos, unknown_id

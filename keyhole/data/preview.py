@@ -104,5 +104,4 @@ def _lines(tokenizer: Tokenizer, run: Run, color: bool) -> Iterator[str]:
 
 def _words_on_page(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     first, gap, last = _ends(ids, SHOWN_ON_PAGE)
-    more = [f" … {gap:,} more … ", *token_texts(tokenizer, last)] if gap else []
-    return [*token_texts(tokenizer, first), *more]
+    return token_texts(tokenizer, first) + ([f" … {gap:,} more … ", *token_texts(tokenizer, last)] if gap else [])

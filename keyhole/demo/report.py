@@ -22,8 +22,6 @@ EXAMPLES = 4
 
 @dataclass(frozen=True)
 class Demo:
-    """How a method trains here (methods.yaml)."""
-
     steps: int = 100
     lr: float = 1e-3
     batch_size: int = 16

@@ -121,8 +121,7 @@ def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Re
 
 def settings_of(name: str, steps: int | None = None) -> Demo:
     """The settings of a method in the demo; `steps` limits its steps."""
-    table = yaml.safe_load(Path(__file__).with_name("methods.yaml").read_text())
-    settings = Demo(**table.get(name, {}))
+    settings = Demo(**yaml.safe_load(Path(__file__).with_name("methods.yaml").read_text()).get(name, {}))
     return settings if steps is None else replace(settings, steps=min(steps, settings.steps))
 
 

@@ -1,5 +1,8 @@
 """Reads and writes safetensors one tensor at a time, so that state may be larger than free memory.
 
+The library's writer needs all tensors of a file on the host at once, and Adam's state is twice the model. The format is
+simple enough to write directly:
+
     8 bytes   length of the header, little endian
     header    JSON, padded with spaces to a multiple of 8:  {name: {"dtype", "shape", "data_offsets"}}
     data      the tensors, one after the other; wider elements first, so that every tensor is aligned
@@ -53,8 +56,6 @@ class Spec:
 
 @dataclass(frozen=True)
 class Place:
-    """The file and offset of a tensor's first byte."""
-
     file: str
     offset: int
 

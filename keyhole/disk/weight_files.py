@@ -283,7 +283,6 @@ def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
 
 @contextmanager
 def _damaged(where: Path) -> Iterator[None]:
-    """Turns ValueErrors into errors about this file."""
     try:
         yield
     except NonFinite as error:

@@ -201,8 +201,6 @@ class Conversation:
 
 
 class _Writer(TextStreamer):
-    """Writes whole words to `out` as they are generated."""
-
     def __init__(self, tokenizer: Any, out: TextIO) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.out = out

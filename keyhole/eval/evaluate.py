@@ -158,7 +158,6 @@ def score_data(
 
 
 def table(scores: Sequence[Score]) -> str:
-    """The results as plain text that is also a Markdown table."""
     columns = ["name", "rows", "result", "accuracy by chance", "accuracy by sum", "margin", "loss", "perplexity"]
     shown = markdown(columns, [[printable(cell) for cell in _cells(each)] for each in scores], numbers=True)
     room = "half of what the model or max_length has room for"

@@ -87,8 +87,7 @@ def token_f1(answer: str, references: Sequence[str]) -> float:
 def _overlap(answer: list[str], reference: list[str]) -> float:
     if not answer or not reference or reference == NO_ANSWER:
         return float(answer == reference)
-    common = sum((Counter(answer) & Counter(reference)).values())
-    return 2 * common / (len(answer) + len(reference))
+    return 2 * (Counter(answer) & Counter(reference)).total() / (len(answer) + len(reference))
 
 
 def exact_number(answer: str, references: Sequence[str]) -> float:

@@ -165,8 +165,7 @@ class KeyholeLM(TemplateLM):
         for number, request in enumerate(requests):
             alike.setdefault(repr(sorted(request.args[1].items(), key=str)), []).append(number)
         for numbers in alike.values():
-            asked = requests[numbers[0]].args[1]
-            new, stop, settings = self._settings(asked)
+            new, stop, settings = self._settings(requests[numbers[0]].args[1])
             room = self.max_length - new
             if room < 1:
                 raise UserError(f"max_gen_toks={new}: the model has {self.max_length} positions; ask for fewer tokens")

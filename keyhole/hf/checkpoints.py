@@ -196,9 +196,7 @@ def load_weights(directory: Path, model: Model) -> None:
 
 
 def state_method(card: Path, asked: Wanted, model: Model) -> None:
-    """Replaces the line about the optimizer, if the card has one."""
     settings = f", settings {json.dumps(asked.settings)}" if asked.settings else ""
     where = "streamed from host memory" if model.engine.streamed else "resident"
     line = f"- method: {asked.method} (keyhole {__version__}; {NAMES[model.dtype]}, {where}){settings}"
-    text = card.read_text(encoding="utf-8")
-    card.write_text(OPTIMIZER.sub(lambda found: line, text), encoding="utf-8")
+    card.write_text(OPTIMIZER.sub(lambda found: line, card.read_text(encoding="utf-8")), encoding="utf-8")

@@ -166,7 +166,6 @@ def _use(name: str, model: Json, adapted: bool) -> str:
 
 
 def hub_id(source: object) -> str | None:
-    """The source, if it is a hub id and not a path."""
     if not isinstance(source, str) or not HUB_ID.fullmatch(source) or source.startswith("."):
         return None
     return None if Path(source).exists() or kind_of(Path(source)) else source

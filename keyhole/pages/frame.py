@@ -42,7 +42,6 @@ def section(title: str, body: str, note: str = "", level: int = 2) -> str:
 
 
 def details(summary: str, body: str) -> str:
-    """What a reader may unfold."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
 
 
@@ -75,7 +74,6 @@ def dot(colour: int) -> str:
 
 
 def bar(colour: int, percent: float, more: str = "") -> str:
-    """A bar of this length."""
     fill = f"<span class='fill b{colour}' style='width:{percent:.1f}%'></span>"
     return f"<td><span class='wide'>{fill}{more}</span></td>"
 

@@ -38,8 +38,6 @@ WINDOW, LEAST, RISE, RISE_AT_LEAST = 32, 5, 2.0, 1.0  # losses; the rise that is
 
 
 class FirstSteps(Observer):
-    """The checks of the first steps of this process, reported once."""
-
     def __init__(self, run: Run, story: Story) -> None:
         self.run, self.story = run, story
         self.before: dict[str, torch.Tensor] = {}

@@ -35,8 +35,6 @@ PATIENCE_S = 60.0
 
 
 class Trouble:
-    """Says a trouble once, and when it is over."""
-
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.lasts = say, False
 

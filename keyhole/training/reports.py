@@ -57,7 +57,6 @@ class RunPage:
             self.story.state, self.story.outcome = state, outcome
 
     def write(self) -> None:
-        """Makes the page and writes both files now."""
         began_s = self.clock()
         try:
             self.story.updated = now()
@@ -109,7 +108,6 @@ class Reports(Observer):
             return False
 
     def tell(self, what: str, act: Callable[[], object]) -> None:
-        """Does something for the page; if it fails, the run continues."""
         self._try(what, act, "the page goes without")
 
     def close(self) -> None:

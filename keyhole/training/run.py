@@ -133,7 +133,6 @@ class Run:
         return next(self.data.train)
 
     def update(self, batches: list[Batch]) -> torch.Tensor:
-        """Queues the update of the next step, and returns its loss."""
         self.method.lr = self.schedule.rate(self.done)
         self.method.follow(lambda warmup_ratio: self.schedule.warmed_up_by(warmup_ratio).factor(self.done))
         self.rate = self.method.lr
@@ -167,7 +166,6 @@ class Run:
             self.take_weights(step)
 
     def take_weights(self, step: int) -> None:
-        """Loads the weights of a checkpoint of this run into the model."""
         model, method, path = self.model, self.method, self.checkpoint(step)
         method.flush()
         model.engine.wait_for_homes()

@@ -86,7 +86,6 @@ class RunDir:
         return "a journal of steps" if self.has_steps else None
 
     def place(self) -> Place:
-        """What `--resume` needs to know about this directory."""
         return Place(self.root, self.journal, self.run_id, self.holds)
 
     def way_out(self) -> str:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Schedule:
-    """The rates of a run of `total` updates."""
-
     kind: str
     peak: float
     total: int

@@ -252,7 +252,6 @@ class Selection:
         return now | {"rows": "changed"}
 
     def start_clock(self) -> None:
-        """Training begins."""
         self.began_s = time.monotonic()
 
     def note(self, step: int, found: Entry) -> None:
