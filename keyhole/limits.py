@@ -27,7 +27,6 @@ class Limit:
     above: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether the value lies inside."""
         if self.low is not None and (value <= self.low if self.above else value < self.low):
             return False
         return self.high is None or value <= self.high
@@ -85,29 +84,31 @@ def scalar(value: object, kind: object) -> object:
     return value
 
 
-def convert(value: object, kind: object, scalar: Callable[[object, object], object] = scalar) -> Any:
-    """The value as one of this type, or ValueError. scalar: reads what has no parts."""
+def convert(
+    value: object, kind: object, scalar: Callable[[object, object], object] = scalar, empty: bool = False
+) -> Any:
+    """The value as one of this type, or ValueError. scalar: reads what has no parts. empty: a list or a mapping may
+    be."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        found = convert(value, args[0], scalar)
+        found = convert(value, args[0], scalar, empty)
         if not args[1].holds(found):
             raise ValueError(f"not {args[1].describe()}")
         return found
     if origin in UNIONS:
         for arm in args:  # null is the last one: `none` may be a word
             with suppress(ValueError):
-                return convert(value, arm, scalar)
-    elif origin is list and isinstance(value, list | tuple) and value:
-        return [convert(item, args[0], scalar) for item in value]
-    elif origin is dict and isinstance(value, dict) and value:
-        return {key: convert(item, args[1], scalar) for key, item in value.items()}
+                return convert(value, arm, scalar, empty)
+    elif origin is list and isinstance(value, list | tuple) and (value or empty):
+        return [convert(item, args[0], scalar, empty) for item in value]
+    elif origin is dict and isinstance(value, dict) and (value or empty):
+        return {key: convert(item, args[1], scalar, empty) for key, item in value.items()}
     elif origin not in (list, dict):
         return scalar(value, kind)
     raise ValueError("another kind of value")
 
 
 def fits(value: object, kind: object) -> bool:
-    """Whether a value of Python is of the type."""
     try:
         convert(value, kind)
     except ValueError:
@@ -132,7 +133,6 @@ def describe(kind: object, full: bool = False) -> str:
 
 
 def choices(kind: object) -> tuple[str, ...]:
-    """The words of a Literal (or an optional one), for suggestions."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
     if typing.get_origin(kind) in UNIONS:

@@ -13,6 +13,4 @@ memory.py                    memory: weights, gradients, state and activations o
 layers.py                    layers: forward, backward and update of one block, on CPU and GPU
 snapshots.py                 snapshots: background checkpoints during training, beside none and beside torch.save
 bias.py                      lsp-bias: how much of a gradient sparse projectors lose, on any model and data
-
-The targets of our own runs are in benchmarks/targets.py.
 """

@@ -10,10 +10,6 @@ n) rank numbers for GaLore (projector, Adam's state of the compressed gradient).
 The floor: P P^T G Q Q^T has rank d at most, so no pair with d columns, dense ones included, can lose less than the best
 matrix of rank d does, sqrt(1 - sum of the d largest squared singular values / ||G||^2) (Eckart and Young). A pair that
 is used for many gradients cannot reach it.
-
-Each gradient is computed from `batch` rows of the data; no row is used twice. Only the chosen matrices, a sample of
-those of the blocks, are differentiated. Device memory: 4 bytes x elements of the chosen matrices x gradients, and the
-model.
 """
 
 import random
@@ -147,7 +143,6 @@ def squared_singular_values(grad: torch.Tensor) -> torch.Tensor:
 
 
 def galore_bias(grads: list[torch.Tensor], p: torch.Tensor) -> float:
-    """Mean over these gradients, with GaLore's basis p."""
     errors = [(project_back(project(g, p), p, g.shape) - g).norm() / g.norm() for g in grads]
     return float(torch.stack(errors).mean())
 
@@ -174,8 +169,6 @@ def cells(r: Record) -> Cells:
 
 
 class BiasReport(Report):
-    """A line per kind and size of projectors."""
-
     def sections(self) -> list[str]:
         found = next((r for r in self.records if r["kind"] == "gradients"), None)
         if found is None:

@@ -71,18 +71,21 @@ class Case:
     def name(self) -> str:
         if self.title:
             return self.title
-        words = [self.model, self.dtype, f"b{self.batch}"]
-        words += [f"t{self.length}"] if self.length != POSITIONS else []
-        words += [f"{self.blocks}blocks"] if self.blocks else []
-        words += [self.system, *([self.gpu_memory] if self.gpu_memory else [])]
-        words += [word.replace(" ", "_") for word in self.switches] + ([f"wire_{self.wire}"] if self.wire else [])
-        return "-".join([*words, *filter(None, (self.device, self.saving))])
-
-    @property
-    def switches(self) -> list[str]:
-        """What differs from a usual run: `no overlap`, `compile`, `write_back_every 1`."""
-        told = (self.load | self.options).items()
-        return [f"no {k}" if v is False else k if v is True else f"{k} {v}" for k, v in told]
+        other = (self.load | self.options).items()  # than in a usual run: no_overlap, compile, write_back_every_1
+        words = [
+            self.model,
+            self.dtype,
+            f"b{self.batch}",
+            f"t{self.length}" if self.length != POSITIONS else "",
+            f"{self.blocks}blocks" if self.blocks else "",
+            self.system,
+            self.gpu_memory or "",
+            *(f"no_{key}" if x is False else key if x is True else f"{key}_{x}".replace(" ", "_") for key, x in other),
+            f"wire_{self.wire}" if self.wire else "",
+            self.device,
+            self.saving,
+        ]
+        return "-".join(filter(None, words))
 
     @property
     def group(self) -> tuple[str, str, int | None]:
@@ -111,14 +114,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Table:
-    """Cases that are shown together."""
-
     title: str
     cases: list[Case]
 
 
 def read_tables(path: Path, quick: bool = False) -> dict[str, Table]:
-    """The tables of a file, by name."""
     try:
         found = yaml.safe_load(read_text(path))
     except (ValueError, RecursionError, yaml.YAMLError) as error:

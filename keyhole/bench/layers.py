@@ -60,7 +60,6 @@ def rates_of(device: torch.device, dtype: torch.dtype, quick: bool) -> dict[str,
 
 
 def measure_layer(case: Case, job: Job, emit: Emit) -> Record:
-    """Times and sizes of a block."""
     device = measure.device_of(case.device or job.device)
     dtype = torch.bfloat16 if device.type == ACCELERATOR or cpu_has_bf16() else torch.float32
     length, blocks = (QUICK_LENGTH, QUICK_BLOCKS) if job.quick else (case.length, BLOCKS[case.model])
@@ -154,7 +153,6 @@ def parts_of(block: nn.Module, call: Call, device: torch.device) -> dict[str, Ca
 
 
 def floors(block: nn.Module, tokens: int, length: int, width: int, rates: dict[str, float]) -> dict[str, float]:
-    """Seconds, by the formulas above."""
     matrices = sum(p.numel() for p in block.parameters() if p.dim() > 1)
     forward_s = (2 * matrices * tokens + 2 * tokens * length * width) / rates["product"]
     update_s = UPDATE_BYTES * sum(p.numel() for p in block.parameters()) / rates["copy"]
@@ -166,11 +164,9 @@ def all_blocks_s(r: Record) -> float:
 
 
 class LayerReport(Report):
-    """A line per block and device, and one per model."""
-
     def cells(self, r: Record) -> Cells:
-        found = {"model": r["case"]["model"], "on": "GPU" if r["place"] == "cuda" else f"CPU, {r['threads']} threads"}
-        found |= {"dtype": r["dtype"], "tokens": str(r["tokens"])}
+        place = "GPU" if r["place"] == "cuda" else f"CPU, {r['threads']} threads"
+        found = {"model": r["case"]["model"], "on": place, "dtype": r["dtype"], "tokens": str(r["tokens"])}
         for part in PARTS:
             seconds, floor_s = r["parts"][part]["s"], r["floors"][part]
             found[f"{part} ms"] = f"{1e3 * seconds:.3f} ({1e3 * floor_s:.3f}, {seconds / floor_s:.2f}x)"

@@ -20,6 +20,7 @@ Device memory is the peak that PyTorch's allocator reserved and allocated from t
 random weights is freed before). Host memory is the peak resident set of the process, pinned weights included.
 """
 
+import ctypes
 import gc
 import os
 import statistics
@@ -116,6 +117,8 @@ def clean_up(device: torch.device) -> None:
     """Frees unused memory, and resets the peaks (that of the host where the system allows it). Workspaces stay: graphs
     that were captured use them."""
     gc.collect()
+    with suppress(AttributeError, OSError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
     if device.type == ACCELERATOR:
         accelerator.synchronize(device)
         accelerator.empty_cache()

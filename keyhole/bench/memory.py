@@ -113,7 +113,6 @@ class Ledger(TorchDispatchMode):
 
 
 def measure_memory(case: Case, job: Job, emit: Emit) -> Record:
-    """Peaks and floors by part."""
     device = measure.device_of(job.device)
     model = load(case, job.device, job.quick, graphs=False)  # the ledger cannot see graphs
     method = method_of(case, model)
@@ -179,8 +178,6 @@ def floors(case: Case, model: keyhole.Model, tokens: int) -> Bytes:
 
 
 class MemoryReport(Report):
-    """One line per case."""
-
     def sections(self) -> list[str]:
         found = self.ok()
         names = [case.name for table in self.tables.values() for case in table.cases]

@@ -78,7 +78,6 @@ def run(measure: Measure, cases: Sequence[Case], job: Job, report: Report, say: 
 
 
 def run_here(measure: Measure, cases: Sequence[Case], job: Job, emit: Emit) -> None:
-    """Runs cases one after the other in this process."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul")
     if job.device == "cuda":
         accelerator.init()

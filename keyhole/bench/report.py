@@ -97,9 +97,13 @@ class Report:
         versions = [f"{k} {found[k]}" for k in ("python", "torch", "triton", "transformers") if found.get(k)]
         gpus = ", ".join(gpu["name"] for gpu in self.machine.get("gpus", [])) or "none"
         driver, tf32 = self.machine.get("cuda", {}).get("driver"), "on" if self.machine.get("tf32") else "off"
-        lines = [f"GPU: {gpus}; driver {driver}; TF32: {tf32}", f"versions: {', '.join(versions)}"]
-        lines += [f"{key}: {self.about[key]}" for key in ("commit", "date")]
-        return "\n".join(f"- {line}" for line in [*lines, f"reproduce: `{self.about['command']}`"])
+        lines = [
+            f"GPU: {gpus}; driver {driver}; TF32: {tf32}",
+            f"versions: {', '.join(versions)}",
+            *(f"{key}: {self.about[key]}" for key in ("commit", "date")),
+            f"reproduce: `{self.about['command']}`",
+        ]
+        return "\n".join(f"- {line}" for line in lines)
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:

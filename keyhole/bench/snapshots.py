@@ -49,7 +49,6 @@ EVERY, PERIODS, REPLAYED = 10, 2, 1000  # steps between checkpoints, checkpoints
 
 
 def measure_saving(case: Case, job: Job, emit: Emit) -> Record:
-    """The pace of a mode."""
     device, is_textbook = measure.device_of(job.device), case.system == TEXTBOOK
     model = load(case, job.device, job.quick)
     weights_bytes = sum(home.nbytes for home in model.engine.homes)
@@ -78,8 +77,7 @@ def measure_saving(case: Case, job: Job, emit: Emit) -> Record:
                 written.append(time.perf_counter() - begin_s)
             run(EVERY)
             wait(device)
-            found = {"steps": EVERY, "wall_s": time.perf_counter() - begin_s}
-            found |= {"write_s": written} if written else {}
+            found = {"steps": EVERY, "wall_s": time.perf_counter() - begin_s, "write_s": written}
     found["weights_bytes"] = weights_bytes
     found["tokens_per_s"] = found["steps"] * batches[0]["input_ids"].numel() / found["wall_s"]
     found |= {"host_bytes": measure.host_memory(), "device": measure.device_memory(device)}
@@ -116,7 +114,6 @@ def time_background(method: keyhole.ZO, run: Callable[[int], None], scratch: Pat
 
 
 def time_replay(method: keyhole.ZO, steps: int) -> Record:
-    """A journal of this many steps is applied in place."""
     rng, kind = random.Random(0), method.model.device.type
     numbers = [(i, (LR, rng.gauss(0.0, 1.0))) for i in range(method.step_count + 1, method.step_count + steps + 1)]
     method.flush()
@@ -125,7 +122,6 @@ def time_replay(method: keyhole.ZO, steps: int) -> Record:
 
 
 def by_mode(records: list[Record]) -> dict[tuple[str, str], Record]:
-    """The latest measurement of each model and mode."""
     found = {}
     for r in (r for r in records if r.get("status") == "ok"):
         words = [TEXTBOOK if r["case"]["system"] == TEXTBOOK else "", r["case"]["saving"]]
@@ -160,5 +156,5 @@ class SnapshotReport(Report):
     def line(self, found: Record) -> str:
         if found.get("status") != "ok":
             return super().line(found)
-        written = f"; written in {statistics.mean(found['write_s']):.2f} s" if "write_s" in found else ""
+        written = f"; written in {statistics.mean(found['write_s']):.2f} s" if found.get("write_s") else ""
         return f"{found['name']:<26} {found['tokens_per_s']:10,.0f} tok/s, {found['wall_s']:.2f} s{written}"

@@ -48,7 +48,6 @@ class Line:
         return float(self.record.get("tokens", self.case.tokens) / self.step_s)
 
     def against(self, name: str) -> float | None:
-        """tok/s over that of another case."""
         other = self.found.get(name)
         return None if other is None else self.tok_s * other["step_s"] / other.get("tokens", self.case.tokens)
 
@@ -58,7 +57,6 @@ class Line:
 
     @property
     def best_native(self) -> Record | None:
-        """The fastest baseline that does the same work."""
         cases = ((r, Case(**r["case"])) for r in self.found.values())
         same = (r for r, case in cases if case.system in BASELINES and case.work == self.case.work)
         return min(same, key=lambda r: float(r["step_s"]), default=None)
@@ -107,14 +105,13 @@ class Line:
         return self.record["losses"] == same["losses"] if same else None
 
     def cells(self) -> Cells:
-        """The row."""
         case, r = self.case, self.record
         found = {"case": case.name, "blocks": f"{case.blocks} of {BLOCKS[case.model]}" if case.blocks else ""}
         if not r:
             return found
         spread, device, planned = (r["max_s"] - r["min_s"]) / 2 / self.step_s, r["device"], r["planned_bytes"]
         found |= {"s/step": f"{self.step_s:.4f}", "+-": f"{spread:.1%}", "tok/s": f"{self.tok_s:,.0f}"}
-        found |= {"vs textbook": number(self.to_textbook, unit="x")}
+        found["vs textbook"] = number(self.to_textbook, unit="x")
         if (best := self.best_native) is not None:
             found |= {
                 "vs best native": number(self.against(best["name"]), unit="x"),
@@ -137,8 +134,6 @@ class Line:
 
 
 class StepReport(Report):
-    """One line per case."""
-
     def lines(self, shown: Table) -> list[Line]:
         found = self.ok()
         return [Line(case, found.get(case.name, {}), found) for case in shown.cases]
@@ -153,12 +148,10 @@ class StepReport(Report):
         return [*parts, "## Link", markdown(head, rows)] if rows else parts
 
     def differing(self) -> list[str]:
-        """Cases whose losses differ from their reference."""
         lines = [line for each in self.tables.values() for line in self.lines(each) if line.record]
         return sorted({line.case.name for line in lines if line.same_losses is False})
 
     def line(self, found: Record) -> str:
-        """The line on the terminal about a new record."""
         if found["kind"] == "link":
             rates = ", ".join(f"{name} {found[name]:.1f}" for name in ("up", "down", "duplex"))
             return f"link, copies of {found['unit_bytes'] / MIB:.0f} MiB: {rates} GB/s"

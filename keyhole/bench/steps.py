@@ -38,7 +38,6 @@ _links: dict[int, dict[str, float]] = {}  # rates by the size of the copies
 
 
 def measure_steps(case: Case, job: Job, emit: Emit) -> Record:
-    """The numbers of a case, for the tables of step_tables.py."""
     device, begin_s = measure.device_of(job.device), time.perf_counter()
     measure.clear_device(device)
     model = load(case, job.device, job.quick)
@@ -99,7 +98,6 @@ def load(case: Case, device: str, quick: bool, graphs: bool = True) -> keyhole.M
 
 
 def settings_of(case: Case) -> MethodSettings:
-    """Of the case's method."""
     return METHODS[case.method].settings(**{key: value for key, value in case.options.items() if key != "svd"})
 
 
@@ -108,14 +106,12 @@ def shortened(length: int, quick: bool) -> int:
 
 
 def batches_of(case: Case, quick: bool, vocabulary: int) -> list[dict[str, torch.Tensor]]:
-    """The micro-batches of every step."""
     rows = case.batch * case.micro_batches
     together = measure.random_batch(rows, shortened(case.length, quick), vocabulary)
     return [{k: x[i : i + case.batch] for k, x in together.items()} for i in range(0, rows, case.batch)]
 
 
 def method_of(case: Case, model: keyhole.Model) -> Method | Textbook | Native:
-    """The case's method on that model, or the baseline."""
     options = {key: value for key, value in case.options.items() if key != "svd"}
     rate = RATES[METHODS[case.method].sweep]
     if case.system == TEXTBOOK:
@@ -127,7 +123,6 @@ def method_of(case: Case, model: keyhole.Model) -> Method | Textbook | Native:
 
 
 def random_bases(grad: torch.Tensor, rank: int) -> torch.Tensor:
-    """In the place of galore's."""
     side = min(grad.shape[-2:])
     q: torch.Tensor = torch.linalg.qr(torch.randn(*grad.shape[:-2], side, rank, device=grad.device)).Q
     return q

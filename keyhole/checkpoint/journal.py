@@ -82,7 +82,6 @@ class Header:
 
     @property
     def record(self) -> struct.Struct:
-        """The struct of a record, without its CRC."""
         return struct.Struct(f"<4QdI{1 + self.directions}f")
 
 
@@ -149,7 +148,6 @@ def read(path: Path) -> Journal:
 
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:
-    """(header, its CRC)."""
     front = file.read(FRONT.size)
     if len(front) < FRONT.size or not front.startswith(MAGIC):
         raise BadJournal(f"{path} is not a journal of keyhole")
@@ -167,7 +165,6 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int]:
 
 
 def _read_record(piece: bytes, header: Header, seed_crc: int, step: int) -> Record | str:
-    """The record of this step, or what is wrong with it."""
     size = header.record.size + CRC.size
     if len(piece) < size:
         return f"the record of step {step} is cut off after {len(piece)} of {size} bytes"

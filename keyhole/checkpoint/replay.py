@@ -62,8 +62,6 @@ def apply_records(method: ZO, records: list[Record]) -> float:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of `replay`."""
-
     steps: int
     seconds: float
     total_seconds: float
@@ -103,8 +101,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
             method.load_state_dict(method_state(Path(find_directory(base)), state))
         content = f"content {header.base[:12]}, as recorded" if source == base else f"over the weights of {source}"
         say(f"base: {base}, {content}")
-        numel = model.layout.numel
-        say(f"replaying steps {header.first + 1} to {last} of {found.last} over {numel:,} elements")
+        say(f"replaying steps {header.first + 1} to {last} of {found.last} over {model.layout.numel:,} elements")
         seconds = apply_records(method, records)
         hf.add_end_tokens(model.module, header.end_token_ids)
         if "chat_template" in header.loader:
@@ -172,7 +169,6 @@ def read_whole(path: Path, steps: int | None) -> Journal:
 
 
 def method_of(header: Header, model: Model) -> ZO:
-    """The method with the settings of the run."""
     frozen = set(header.frozen)
     for tensor in model.layout.tensors:
         tensor.param.requires_grad_(tensor.name not in frozen)

@@ -56,7 +56,6 @@ class Origin:
 
     @property
     def step(self) -> int:
-        """Steps done, including those of the journal."""
         return self.tail[-1].step if self.tail else self.state.step if self.state else 0
 
     @property

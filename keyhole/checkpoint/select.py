@@ -28,18 +28,14 @@ MOST_SHOWN = 3
 
 
 def step_of(path: Path) -> int:
-    """N of checkpoint-N."""
-    match = NAME.fullmatch(path.name)
-    assert match, path
-    return int(match[1])
+    return int(path.name.removeprefix("checkpoint-"))
 
 
 def numbered(root: Path) -> list[Path]:
     """The directories called checkpoint-N in `root`, oldest first, whoever wrote them."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    return sorted((path for path in root.iterdir() if NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -60,7 +56,6 @@ class Choice:
 
 
 def newest(root: Path) -> Choice:
-    """The newest intact checkpoint in `root`."""
     found = Choice()
     for path in reversed(numbered(root)):
         if not os.path.isfile(path / STATE):
@@ -167,8 +162,9 @@ def finish_deletion(path: Path) -> None:
         own = listed_files(path / DELETED)
     except Damaged:  # none is being deleted here
         return
-    here = path.resolve()
-    own = [name for name in own if (path / name).parent.resolve() == (here / name).parent]  # not behind a link
+    own = [
+        name for name in own if (path / name).parent.resolve() == (path.resolve() / name).parent
+    ]  # not behind a link
     for name in own:
         with suppress(OSError):
             (path / name).unlink()

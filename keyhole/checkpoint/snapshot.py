@@ -133,11 +133,9 @@ class Snapshot:
         def may_change() -> bool:
             return source.state in (WAITING, DONE) or source.copy is not None
 
-        def may_copy() -> bool:
-            return source.state == READY and self.copied_bytes + source.flat.nbytes <= self.pool_bytes
-
         with self.turn:
-            self.turn.wait_for(lambda: may_change() or may_copy())
+            full_bytes = self.pool_bytes - source.flat.nbytes
+            self.turn.wait_for(lambda: may_change() or (source.state == READY and self.copied_bytes <= full_bytes))
             if copies := not may_change():
                 source.state = COPYING
                 self.copied_bytes += source.flat.nbytes
@@ -147,7 +145,6 @@ class Snapshot:
         self.waited_s += time.perf_counter() - begin_s
 
     def _copy_aside(self, source: Source) -> None:
-        """Copies a source, for which the pool has room."""
         try:
             if source.event is not None:
                 source.event.synchronize()
@@ -210,7 +207,6 @@ class Snapshot:
             raise self.error
 
     def _work(self, files: dict[str, int]) -> None:
-        """A worker."""
         try:
             stream = self._stream()
             while (source := self._take()) is not None:
@@ -280,7 +276,6 @@ def check_finite(piece: torch.Tensor, name: str) -> None:
 
 
 def write_at(file: int, data: memoryview, offset: int) -> None:
-    """Writes all bytes at this offset of the file."""
     while data:
         done = os.pwrite(file, data, offset)
         data, offset = data[done:], offset + done

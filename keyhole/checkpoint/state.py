@@ -36,8 +36,6 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Written:
-    """A file of a checkpoint, as it was written."""
-
     bytes: int
     crc32: str
 
@@ -73,7 +71,6 @@ def _own_crc(content: Json) -> str:
 
 
 def dump(content: Json) -> str:
-    """The text of keyhole_state.json, with its own checksum."""
     content = json.loads(json.dumps(content))  # as it will be read back
     return json.dumps(content | {"crc32": _own_crc(content)}, indent=1) + "\n"
 

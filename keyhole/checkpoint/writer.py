@@ -26,16 +26,7 @@ from typing import Any
 import torch
 
 from keyhole.checkpoint.select import put_in_place
-from keyhole.checkpoint.snapshot import (
-    READY,
-    WAITING,
-    Cancelled,
-    Segment,
-    Snapshot,
-    Source,
-    event_on,
-    segments_of,
-)
+from keyhole.checkpoint.snapshot import READY, WAITING, Cancelled, Segment, Snapshot, Source, event_on, segments_of
 from keyhole.checkpoint.state import STATE, TENSORS, State, Written, dump
 from keyhole.disk.files import checksums, flush_all, staged
 from keyhole.disk.json_text import Json
@@ -159,8 +150,8 @@ class Writer:
         snapshot = Snapshot(pages, others, self.pool_bytes, self.model.device)
         if engine.cuda:
             for source in snapshot.order:  # an event after all work queued so far that changes it
-                on_device = source.flat.is_cuda
-                source.event = event_on(accelerator.current_stream(engine.device) if on_device else engine.down)
+                stream = accelerator.current_stream(engine.device) if source.flat.is_cuda else engine.down
+                source.event = event_on(stream)
         return snapshot, [self.files, own]
 
     def _unpacked(self, unit: Unit, flat: torch.Tensor) -> torch.Tensor:

@@ -43,8 +43,7 @@ ConfigArgument = Annotated[
 ]
 ModelArgument = Annotated[str, typer.Argument(metavar="DIR", help="Model directory, hub id, or demo.")]
 PlacementSettings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings: device, dtype, wire, placement, gpu_memory."),
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings: device, dtype, wire, placement, gpu_memory.")
 ]
 AllowCode = Annotated[
     bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval), confined.")
@@ -150,5 +149,4 @@ class SettingsCommand(TyperCommand):
         return super().parse_args(ctx, self.rewrite(args))
 
     def rewrite(self, args: list[str]) -> list[str]:
-        """The arguments rewritten for typer."""
         return args

@@ -11,9 +11,7 @@ from keyhole.disk.files import try_place, writing_to
 from keyhole.errors import UserError
 
 app = typer.Typer(
-    help="Time keyhole on this machine, beside baselines and floors.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    help="Time keyhole on this machine, beside baselines and floors.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Out = Annotated[str, typer.Option("--output-dir", "--out", metavar="DIR", help="Where JSON and Markdown go.")]

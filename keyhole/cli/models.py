@@ -125,8 +125,7 @@ def replay(
     journal: Annotated[str, typer.Argument(metavar="JOURNAL", help="The run's output_dir, or its run/journal.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new directory for the rebuilt model.")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings: device, placement, gpu_memory."),
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings: device, placement, gpu_memory.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rebuild the weights after N steps; default: all.")

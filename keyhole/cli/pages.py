@@ -8,17 +8,18 @@ keyhole config ls | cp NAME [DEST] | show [CONFIG] [key=value ...]
 keyhole env [--json]
 """
 
+import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from keyhole.cli.arguments import AllowCode, Overrides, SettingsCommand, load_settings, note
 from keyhole.config import docs
 from keyhole.config.recipes import copy_recipe, listing, recipes
+from keyhole.config.types import dump
 from keyhole.errors import UserError
 from keyhole.machine.collector import imports, no_collector
-from keyhole.machine.sizes import GIB
 
 
 def compare(
@@ -123,6 +124,8 @@ def demo(
 
     Takes about two minutes and ends with a table and an HTML report.
     """
+    # torch's allocator on some processors then gives freed memory back: else no method but the first would need any
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "0")
     with imports():
         from keyhole.demo.run import run_demo
 
@@ -130,9 +133,7 @@ def demo(
 
 
 app = typer.Typer(
-    help="List, copy and show recipes, and what every setting means.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    help="List, copy and show recipes, and what every setting means.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -173,30 +174,4 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fals
 
     with no_collector():  # torch is imported
         found = environment(measure_link=True)
-    lines = (f"{name:<13} {text}" for name, text in machine_lines(found))
-    typer.echo(json_text(found, indent=2) if as_json else "\n".join(lines))
-
-
-def machine_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What machine/probe.py has found, as (name, text)."""
-
-    def gib(count: int | None) -> str:
-        return "none" if count is None else f"{count / GIB:.1f} GiB"
-
-    memory, cuda, link = found["host_memory"], found["cuda"], found["link_gb_s"]
-    kernels = {"triton": f", {found['triton']}"}
-    lines = [(name, (own or "not installed") + kernels.get(name, "")) for name, own in found["versions"].items()]
-    free, limit = gib(memory["available_bytes"]), gib(memory["cgroup_limit_bytes"])
-    lines += [
-        ("os", found["os"]),
-        ("cpu", f"{found['cpu']['name']}, {found['cpu']['cores']} cores usable"),
-        ("host memory", f"{gib(memory['total_bytes'])}, {free} available, control-group limit: {limit}"),
-        ("cuda", f"torch built for {cuda['built_for'] or 'CPU only'}, driver {cuda['driver'] or 'none'}"),
-    ]
-    for gpu in found["gpus"]:
-        sizes = f"{gib(gpu['total_bytes'])}, {gib(gpu['free_bytes'])} free"
-        lines.append(("gpu", f"{gpu['name']}, {sizes}, capability {gpu['capability']}"))
-    if isinstance(link, dict):
-        alone = f"{link['host_to_device']} GB/s up, {link['device_to_host']} GB/s down"
-        link = f"{alone}, {link['both_ways']} GB/s each way at once (pinned)"
-    return lines + ([("link", link)] if found["gpus"] else [("gpu", "none: everything runs on the CPU")])
+    typer.echo(json_text(found, indent=2) if as_json else dump(found).rstrip())

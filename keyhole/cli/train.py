@@ -45,8 +45,7 @@ def train(
     config: ConfigArgument,
     overrides: Overrides = None,
     resume: Annotated[
-        str | None,
-        typer.Option(metavar="[PATH]", help="Go on from a checkpoint: the last one in output_dir, or PATH."),
+        str | None, typer.Option(metavar="[PATH]", help="Go on from a checkpoint: the last one in output_dir, or PATH.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check config, data and model, print what would run, and stop.")

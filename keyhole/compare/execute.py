@@ -289,11 +289,9 @@ class Execution:
         result.error, result.kind = f"{type(error).__name__}: {error}", CRASH
         with suppress(OSError):
             (self.root / "results").mkdir(exist_ok=True)
-            trace = "".join(traceback.format_exception(error))
-            write_text(self.root / "results" / f"{result.id}.error.txt", trace)
+            write_text(self.root / "results" / f"{result.id}.error.txt", "".join(traceback.format_exception(error)))
 
     def cells(self) -> list[Cell]:
-        """The table so far."""
         found: dict[tuple[str, str, str], Cell] = {}
         for group in self.groups:
             first, place = self.untrained.get((group.model, group.task)), (group.model, group.task)

@@ -25,7 +25,6 @@ called by the last part of its path, or by as many last parts as distinguish it 
 its own place in the file: under a method or in `common` it would contradict the name of its row, and is refused.
 """
 
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -85,22 +84,17 @@ class Comparison:
 
     @property
     def command(self) -> str:
-        """The command line of the comparison."""
         return shlex.join(["keyhole", "compare", self.source, *self.words])
 
 
 def comparisons() -> dict[str, Path]:
-    """The shipped comparisons: name -> file."""
     return {path.stem: path for path in sorted(DIRECTORY.glob("*.yaml"))}
 
 
 def find_comparison(name: str) -> Path:
-    """The file with this name, or the shipped comparison."""
     path, shipped = Path(name), comparisons()
     if path.is_file():
         return path
-    if path.is_dir():
-        raise UserError(f"{name} is a directory; a comparison is a YAML file")
     stem = name.removesuffix(".yaml")
     if stem in shipped:
         return shipped[stem]
@@ -128,8 +122,6 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
         words=words,
         text=text,
     )
-    if made.output_dir.startswith("~") or re.search(r"\$\{?\w", made.output_dir):
-        reader.fault("output_dir", f"found `{made.output_dir}`, which stands for no directory here")
     if made.choose_by not in CHOOSE_BY:
         reader.fault("choose_by", f"found `{made.choose_by}`, expected {' or '.join(CHOOSE_BY)}")
     refuse(str(path), reader.faults)
@@ -171,7 +163,6 @@ class _Reader:
         self.faults.append(Finding(key, message, where))
 
     def text(self, key: str) -> str | None:
-        """The text of a key, of the command line or of the file."""
         entry = self.nodes.get(key)
         if entry is not None and _word(entry.node) is None:
             self.fault(key, f"found {show(entry.node)}, expected text", entry.where)
@@ -206,8 +197,7 @@ class _Reader:
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         found: list[tuple[str, LocatedNode | None]] = [(text, None) for item in items if (text := _word(item))]
         if not found or len(found) < len(items):
-            odd = next((f" with {show(item)}" for item in items if item is not node and _word(item) is None), "")
-            self.fault(key, f"found {show(node)}{odd}, expected {wanted}", where)
+            self.fault(key, f"found {show(node)}, expected {wanted}", where)
             return []
         return found
 
@@ -216,9 +206,9 @@ class _Reader:
         found = self.names("models", "directories or hub ids")
         where = self.nodes["models"].where if "models" in self.nodes else ""
         known = self.by_path([name for name, entry in found if entry is None], where)
-        named = {name: entry for name, entry in found if entry is not None}
-        self.check_names("models", [name for name, entry in found if entry is not None], where)
-        for name, entry in named.items():
+        named = [(name, entry) for name, entry in found if entry is not None]
+        self.check_names("models", [name for name, _ in named], where)
+        for name, entry in named:
             known[name] = _word(entry.node) or ""
             if not known[name]:
                 message = f"{show(entry.node)} under `{printable(name)}`, expected a directory or hub id"
@@ -234,7 +224,6 @@ class _Reader:
         return known
 
     def by_path(self, paths: Sequence[str], where: str) -> dict[str, str]:
-        """Name -> path; a repeated path is refused."""
         names = last_parts(paths)
         self.check_names("models", names, where)
         return dict(zip(names, paths, strict=True))

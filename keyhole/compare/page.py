@@ -15,29 +15,12 @@ from keyhole.compare.result import lower_is_better
 from keyhole.compare.table import Cell, average, grid_of, number, point_text, shown, troubles
 from keyhole.machine.text import counted, duration
 from keyhole.pages.chart import Series, chart
-from keyhole.pages.frame import (
-    charts,
-    colour_of,
-    details,
-    header,
-    machine_text,
-    page,
-    section,
-    table,
-    td,
-    th,
-    tr,
-)
+from keyhole.pages.frame import charts, colour_of, details, header, machine_text, page, section, table, td, th, tr
 
 ALONG = ("step", "seconds of training")
 
 
-def make_page(
-    comparison: Comparison,
-    cells: Sequence[Cell],
-    environment: Mapping[str, Any],
-) -> str:
-    """The page."""
+def make_page(comparison: Comparison, cells: Sequence[Cell], environment: Mapping[str, Any]) -> str:
     colours = colour_of(dict.fromkeys(cell.method for cell in cells if cell.method != ZERO_SHOT))
     results = {result.id: result for cell in cells for result in (*cell.grid, *cell.runs)}
     done, missing = {result.id for cell in cells for result in cell.grid}, sum(cell.missing for cell in cells)
@@ -73,25 +56,23 @@ def _lead(cells: Sequence[Cell]) -> str:
         if best is not None:
             known = before is not None and before.mean is not None
             start = f", from {number(before.metric, before.mean)} untrained" if before is not None and known else ""
-            place = escape(_place(best, cells))
-            said.append(f"<b>{place}</b>: {_leader(best, own)} {escape(best.metric or '')}{start}")
+            trained, value = [cell for cell in own if cell.method != ZERO_SHOT], number(best.metric, best.mean)
+            equal = [cell.method for cell in trained if number(cell.metric, cell.mean) == value]  # they lead together
+            leads = f"leads with {shown(best)}" if len(equal) == 1 else f"lead with {value}"
+            leads = escape(f"{' and '.join(equal)} {leads} {best.metric or ''}")
+            said.append(f"<b>{escape(_place(best, cells))}</b>: {leads}{start}")
     return "; ".join(said) + "." if said else "No run is finished yet."
-
-
-def _leader(best: Cell, cells: Sequence[Cell]) -> str:
-    """The leading methods and their number; those with the same rounded number lead together."""
-    trained, value = [cell for cell in cells if cell.method != ZERO_SHOT], number(best.metric, best.mean)
-    equal = [cell.method for cell in trained if number(cell.metric, cell.mean) == value]
-    leads = f"leads with {shown(best)}" if len(equal) == 1 else f"lead with {value}"
-    return escape(f"{' and '.join(equal)} {leads}")
 
 
 def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
     grid, rows = grid_of(cells), []
     best = [_best([cell for cell in cells if cell.task == task]) for task in grid.metrics]
-    head = [th("method"), *(th(task, "long", metric) for task, metric in grid.metrics.items())]
-    head += [th("mean", unit=grid.mean.removeprefix("mean").lstrip())] if grid.mean else []
-    head += [th("GPU", unit="GiB"), th("time", unit="per run")]
+    head = [
+        th("method"),
+        *(th(task, "long", metric) for task, metric in grid.metrics.items()),
+        *([th("mean", unit=grid.mean.removeprefix("mean").lstrip())] if grid.mean else []),
+        *(th("GPU", unit="GiB"), th("time", unit="per run")),
+    ]
     for method, row in grid.rows.items():
         line = [_cell(cell, first, cells) for cell, first in zip(row, best, strict=True)]
         line += [td(average(row), "mean")] if grid.mean else []
@@ -167,8 +148,7 @@ def _every_run(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
             line += map(td, [*numbers, f"{result.best_step or '-'}"] if not result.error else [])
             if result.error:
                 line.append(f"<td colspan='3' class='left none'>failed: {escape(result.error[:300])}</td>")
-            kind = "chosen" if result.grid == cell.chosen else ""
-            rows.append(tr(cell.method, line, colours.get(cell.method), kind))
+            rows.append(tr(cell.method, line, colours.get(cell.method), "chosen" if result.grid == cell.chosen else ""))
     head = [th("method"), th("task", "left"), th("settings", "left"), *map(th, ("seed", "dev", "test", "best step"))]
     return f"<section>{details('Every run', table(head, rows))}</section>" if rows else ""
 
@@ -179,7 +159,6 @@ def _place(cell: Cell, cells: Sequence[Cell]) -> str:
 
 
 def _troubles(cells: Sequence[Cell]) -> list[str]:
-    """What failed, and what runs warned of."""
     items = {True: "", False: ""}
     for cell, failed, about, text in troubles(cells):
         place = f"<b>{escape(cell.method)}</b> on {escape(_place(cell, cells))}"

@@ -41,8 +41,6 @@ REFUSED, CRASH = "refused", "crash"
 
 @dataclass
 class Result:
-    """The result of a run."""
-
     id: str
     model: str
     task: str
@@ -66,22 +64,18 @@ class Result:
 
     @property
     def grid(self) -> Point:
-        """The values of the grid, in the form of a plan."""
         return tuple(self.point)
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a smaller value of the metric is better."""
     return metric.endswith(("loss", *LOWER_IS_BETTER))
 
 
 def blank(trial: Trial) -> Result:
-    """A result without numbers."""
     return Result(trial.id, trial.model, trial.task, trial.method, [*trial.point], trial.seed)
 
 
 def summarise(trial: Trial, data: Data) -> Result:
-    """The numbers of a run that has ended."""
     judge, config, run = Judge(data.dev, data.test), trial.config, trial.directory / "run"
     metric = config.metric_for_best_model or judge.metric or "loss"
     entries = read_metrics(run / "metrics.jsonl")
@@ -122,12 +116,10 @@ def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str, last: int 
 
 
 def path_of(root: Path, run: str) -> Path:
-    """The file with the result of a run."""
     return root / "results" / f"{run}.json"
 
 
 def write_result(root: Path, result: Result) -> None:
-    """Marks a run as finished."""
     with writing_to(root):
         path_of(root, result.id).parent.mkdir(parents=True, exist_ok=True)
         write_text(path_of(root, result.id), json_text(asdict(result), indent=1) + "\n")
@@ -158,7 +150,6 @@ def inspect(root: Path) -> str:
 
 
 def mark(root: Path, title: str, day: str | None) -> None:
-    """Writes the marker."""
     with writing_to(root):
         (root / "runs").mkdir(parents=True, exist_ok=True)
         write_text(root / MARKER, json_text({"format": FORMAT, "title": title, "day": day}) + "\n")

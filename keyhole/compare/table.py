@@ -22,16 +22,14 @@ from keyhole.compare.file import CHOOSE_BY, ZERO_SHOT, Comparison
 from keyhole.compare.plan import Group, Point
 from keyhole.compare.result import Result, lower_is_better
 from keyhole.disk.json_text import json_text
+from keyhole.eval.metrics import as_published
 from keyhole.machine.text import printable
-from keyhole.training.validation import as_published
 
 Results = Mapping[str, Result]  # by id
 
 
 @dataclass
 class Cell:
-    """One method on one task and model."""
-
     model: str
     task: str
     method: str
@@ -50,7 +48,6 @@ class Cell:
 
     @property
     def errors(self) -> list[str]:
-        """The error messages, without duplicates."""
         return list(dict.fromkeys(result.error for result in [*self.grid, *self.runs] if result.error))
 
     @property
@@ -61,7 +58,6 @@ class Cell:
 
 
 def seeds_of_grid(comparison: Comparison) -> list[int]:
-    """The seeds with which every point of a grid is run."""
     return comparison.seeds[:1] if comparison.choose_by == CHOOSE_BY[0] else comparison.seeds
 
 
@@ -82,7 +78,6 @@ def choose(group: Group, asked: Sequence[int], results: Results) -> Point | None
 
 
 def cell_of(group: Group, comparison: Comparison, results: Results) -> Cell:
-    """The cell of a group, from the results so far."""
     seeds, asked = comparison.seeds, seeds_of_grid(comparison)
     cell = Cell(group.model, group.task, group.method, choose(group, asked, results), seeds=len(seeds))
     cell.grid = [results[trial.id] for trial in group.trials.values() if trial.id in results]
@@ -111,7 +106,6 @@ def _filled(cell: Cell) -> Cell:
 
 
 def zero_shot_cell(result: Result) -> Cell:
-    """The untrained model on one task."""
     return _filled(Cell(result.model, result.task, ZERO_SHOT, (), runs=[result]))
 
 
@@ -141,7 +135,6 @@ class Grid:
 
 
 def grid_of(cells: Sequence[Cell]) -> Grid:
-    """The cells of one model, by method and task."""
     metrics: dict[str, str] = {}
     for cell in cells:
         metrics[cell.task] = metrics.get(cell.task) or cell.metric or ""
@@ -164,7 +157,6 @@ def point_text(point: Point | None) -> str:
 
 
 def to_json(comparison: Comparison, cells: Sequence[Cell], environment: Mapping[str, Any]) -> str:
-    """table.json: every cell with all its runs."""
     rows = [asdict(cell) | {"errors": cell.errors} for cell in cells]
     about = {"title": comparison.title, "source": comparison.source, "choose_by": comparison.choose_by}
     told = {"seeds": comparison.seeds, "models": comparison.models, "environment": environment, "cells": rows}
@@ -227,5 +219,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> st
 
 def _plain(text: str) -> str:
     """Escapes text for a Markdown cell: no line breaks, no cell ends, no HTML, no links."""
-    kept = escape(printable(" ".join(text.split()), len(text)), quote=False)
-    return re.sub(r"[\\|`\[]", r"\\\g<0>", kept)
+    return re.sub(r"[\\|`\[]", r"\\\g<0>", escape(printable(" ".join(text.split()), len(text)), quote=False))

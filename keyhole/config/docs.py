@@ -47,7 +47,6 @@ def by_section() -> Iterator[tuple[str, str, list[Setting]]]:
 
 
 def markdown() -> str:
-    """The text of docs/config.md."""
     lines = [HEAD]
     for name, about, group in by_section():
         lines += [f"## {f'`{name}`' if name else 'Top level'}", "", about, ""]
@@ -73,7 +72,6 @@ def constructor(row: Traits) -> str:
 
 
 def explain() -> str:
-    """Every key with its type, default and line, for a terminal."""
     lines = []
     for name, about, group in by_section():
         lines += [f"[{name or 'top level'}] {about}", ""]

@@ -48,7 +48,6 @@ def is_null(node: yaml.Node) -> bool:
 
 
 def show(node: yaml.Node) -> str:
-    """The value as written by the user, shortened to one line."""
     if isinstance(node, yaml.SequenceNode):
         return "a list" if node.value else "an empty list"
     if isinstance(node, yaml.MappingNode):
@@ -167,8 +166,7 @@ class _Dumper(FASTEST):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     quoted = text in ("None", "none") or not text.isprintable()  # unquoted, PyYAML would fold unusual line breaks
-    style = '"' if quoted else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if quoted else None)
 
 
 _Dumper.add_representer(str, _represent_text)
@@ -192,8 +190,7 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
     values = dict(vars(config))
     for name, own in values.items():
         if dataclasses.is_dataclass(own):
-            unusual = {e.name for e in dataclasses.fields(own) if vars(own)[e.name] != e.default}
-            kept = own_keys(type(own)) | unusual
+            kept = own_keys(type(own)) | {e.name for e in dataclasses.fields(own) if vars(own)[e.name] != e.default}
             values[name] = {key: value for key, value in vars(own).items() if key in kept}
     if isinstance(config.gpu_memory, int):
         values["gpu_memory"] = Bytes(config.gpu_memory)
@@ -201,5 +198,4 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The config as YAML text."""
     return dump(to_dict(config))

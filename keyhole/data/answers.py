@@ -52,7 +52,6 @@ class Rendered(NamedTuple):
 
 
 def find(template: ChatTemplate, chat: Chat) -> Rendered:
-    """The whole chat, and its trained answers."""
     if not chat.turns:
         return Rendered("", [])
     turns = template.ready(chat.turns)
@@ -88,7 +87,6 @@ def find(template: ChatTemplate, chat: Chat) -> Rendered:
 
 
 def _marked(done: Rendering, i: int) -> list[Span]:
-    """The marked spans inside of turn i."""
     own = [(a, b) for a, b, owner in done.segments if owner == i]
     return [mark for mark in done.marked or () if any(a <= mark[0] < b for a, b in own)]
 

@@ -30,7 +30,6 @@ Batches = Callable[[Path], "Iterator[RecordBatch]"]
 
 
 def read_parquet(path: Path) -> Iterator[Record]:
-    """The rows of a Parquet file."""
     return _records([path], path, "Parquet", _of_parquet)
 
 
@@ -43,8 +42,7 @@ def read_saved(folder: Path) -> Iterator[Record]:
     if state.get("_indices_data_files"):
         raise UserError(f"{inside}: an old version of `datasets` left indices beside the rows; save it again with it")
     for record in _records(files, folder, "Arrow", _of_stream):
-        columns = state.get("_format_columns") or record.row
-        yield replace(record, row={name: record.row[name] for name in columns})
+        yield replace(record, row={name: record.row[name] for name in state.get("_format_columns") or record.row})
 
 
 def _of_parquet(path: Path) -> "Iterator[RecordBatch]":

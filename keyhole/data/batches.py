@@ -165,14 +165,10 @@ def make_batch(dataset: Dataset, rows: Sequence[int], padding: Padding) -> Batch
 
 
 def collate(samples: Sequence[Sample], pad_token_id: int, multiple: int = 1) -> Batch:
-    """Samples as one batch, a row each."""
-    data = Dataset.of(samples, pad_token_id)
-    return make_batch(data, range(len(samples)), Padding(multiple))
+    return make_batch(Dataset.of(samples, pad_token_id), range(len(samples)), Padding(multiple))
 
 
 class Loader:
-    """An endless iterator of steps, each a list of micro-batches."""
-
     def __init__(
         self,
         dataset: Dataset,
@@ -205,7 +201,6 @@ class Loader:
         return self.position[0] + self.position[1] / len(self.dataset)
 
     def order_of(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch, in the order in which they are used."""
         if self._order is None or self._order[0] != epoch:
             classes, count = self._classes, len(self.dataset)
             found = order(count, self.seed, epoch) if classes is None else stratified_order(classes, self.seed, epoch)
@@ -213,7 +208,6 @@ class Loader:
         return self._order[1]
 
     def next_step(self) -> list[Mapping[str, torch.Tensor]]:
-        """The micro-batches of the next step."""
         epoch, offset = self.position
         self._last = rows = self.order_of(epoch)[offset : offset + self.rows_per_step].tolist()
         offset += len(rows)
@@ -254,7 +248,6 @@ class Loader:
         return shown + (f"; and {len(names) - most} more" if len(names) > most else "")
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs; plain JSON."""
         return {
             "epoch": self.position[0], "offset": self.position[1], "seed": self.seed,
             "rows": len(self.dataset), "fingerprint": self.fingerprint, "stratified": self.stratified, **self.about,

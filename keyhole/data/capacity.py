@@ -37,15 +37,11 @@ TABLE_WORDS = ("pos", "wpe")
 
 
 def context_length(config: "PreTrainedConfig") -> int | None:
-    """The model's context length, if its HF config has one."""
-    text = config.get_text_config(decoder=True)
-    found = (getattr(text, name, None) for name in POSITIONS)
+    found = (getattr(config.get_text_config(decoder=True), name, None) for name in POSITIONS)
     length = next((length for length in found if isinstance(length, int) and length > 0), None)
-    return (
-        (text_positions(build(config, torch.float32)) or length)
-        if length is not None and is_classifier(config)
-        else length
-    )
+    if length is None or not is_classifier(config):
+        return length
+    return text_positions(build(config, torch.float32)) or length
 
 
 def has_table(config: "PreTrainedConfig", module: nn.Module | None = None) -> bool:
@@ -67,12 +63,10 @@ def has_table(config: "PreTrainedConfig", module: nn.Module | None = None) -> bo
 
 
 def embedding_rows(config: "PreTrainedConfig") -> int | None:
-    """The number of token ids in the model's embedding."""
     return getattr(config.get_text_config(decoder=True), "vocab_size", None)
 
 
 def check_max_length(max_length: int | None, config: "PreTrainedConfig", module: nn.Module | None = None) -> None:
-    """Refuses a max_length beyond the model's positions."""
     length = context_length(config)
     if max_length and length and max_length > length and has_table(config, module):
         raise UserError(

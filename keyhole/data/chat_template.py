@@ -172,8 +172,6 @@ class Rendering(NamedTuple):
 
 
 class Program:
-    """A compiled template."""
-
     def __init__(self, source: str, date: datetime.date) -> None:
         self.sandbox = Sandbox(date, trim_blocks=True, lstrip_blocks=True)
         parsed = self.sandbox.parse(source)

@@ -15,9 +15,6 @@ A plain text (`split`, and the pieces of a document always) is cut into samples 
 lost. Each begins with bos if the tokenizer has one, or else with the last token of the sample before, as context: so
 every token but the first of the text is predicted once.
 
-The share of *trained* tokens that was cut is reported. A sample without trained tokens is dropped and counted: it would
-cost a forward pass and teach nothing. A data set of only such samples is an error.
-
 `train_weights` mixes several sources: 2 gives every sample of a source two rows per epoch, 0.5 every second sample one
 row (the seed decides which). Rows refer to samples, so a repeated sample costs no memory.
 """
@@ -57,8 +54,6 @@ class Encoded(NamedTuple):
 
 
 class Collector:
-    """Collects samples; `report` has the counts."""
-
     def __init__(self, how: DataSettings, bos: list[int], unknown_id: int | None = None) -> None:
         self.report = Report(max_length=how.max_length, train_on=how.train_on)
         self.how, self.bos, self.unknown_id = how, bos, unknown_id

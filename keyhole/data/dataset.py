@@ -87,7 +87,6 @@ class Dataset(Sequence[Sample]):
 
     @classmethod
     def of(cls, samples: Sequence[Sample], pad_token_id: int) -> "Dataset":
-        """These samples, a row each."""
         return cls(
             [np.array(sample.input_ids, dtype=np.int32) for sample in samples],
             [np.array(sample.labels) != IGNORED for sample in samples],
@@ -121,7 +120,6 @@ class Dataset(Sequence[Sample]):
         return sum(lengths) if self.packed else max(lengths)
 
     def longest_row(self) -> int:
-        """Tokens of the longest row."""
         return max(map(self.row_length, range(len(self)))) if self.packed else max(self.lengths)
 
     def row_samples(self, index: int) -> int:

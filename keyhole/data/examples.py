@@ -85,7 +85,6 @@ class RowTemplate:
             raise UserError(f"{key}: {text!r:.120} names no column; write one in braces, such as {{text}}")
 
     def fill(self, record: Record) -> str:
-        """The text of a row."""
         return PIECE.sub(lambda p: p[0][0] if p[1] is None else self._cell(record, p[1].strip()), self.text)
 
     def _cell(self, record: Record, column: str) -> str:
@@ -146,7 +145,6 @@ def layout_of(record: Record, data_format: str | None, templates: Mapping[str, R
 
 
 def example_of(record: Record, layout: str) -> Example:
-    """One row as an example."""
     if missing := [column for column in COLUMNS[layout] if column not in record.row]:
         hint = "; make it of others: completion: ' {label}'" if missing == ["completion"] else ""
         raise UserError(
@@ -215,8 +213,7 @@ def _sharegpt(record: Record, place: str, turn: object) -> Turn:
     if speaker == "function_call":
         call = parsed(turn["value"])
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            expected = 'a call in JSON, {"name": ..., "arguments": {...}}'
-            raise wrong(record, f"{place}.value", expected, turn["value"])
+            raise wrong(record, f"{place}.value", 'a call in JSON, {"name": ..., "arguments": {...}}', turn["value"])
         said |= {"content": "", "tool_calls": [call]}
     return read_turn(record, place, {k: v for k, v in turn.items() if k not in ("from", "value")} | said)
 

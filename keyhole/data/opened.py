@@ -29,8 +29,6 @@ Row = dict[str, Any]  # by column: whatever a file may hold
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row and where it was found."""
-
     file: str
     unit: str  # "line", "row" or "item"
     number: int  # counted from 1
@@ -83,7 +81,6 @@ def told(path: Path) -> Iterator[None]:
 
 
 def open_bytes(path: Path) -> "gzip.GzipFile | io.BufferedReader":
-    """Opens a file, decompressed if necessary."""
     return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
 
 
@@ -93,7 +90,6 @@ def open_text(path: Path, newline: str | None = None, encoding: str | None = Non
 
 
 def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Lines of a bounded length."""
     for number, line in enumerate(iter(lambda: file.readline(MOST_ROW_BYTES + 1), ""), 1):
         if len(line) > MOST_ROW_BYTES:
             raise UserError(f"{path}, line {number}: longer than {MOST_ROW_BYTES:,} characters; split the row")

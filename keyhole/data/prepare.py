@@ -21,7 +21,6 @@ import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,8 +136,7 @@ def tokenise(
         return _tokenised(sources, names, tokenizer, how, limit, samples)
     template = how.template_text or tokenizer.chat_template
     date = str(how.day) if "strftime_now" in str(template) else None
-    given = asdict(how)
-    key = [{name: given[name] for name in IN_TOKENS}, str(template), date, sources, content_of(tokenizer)]
+    key = [{name: vars(how)[name] for name in IN_TOKENS}, str(template), date, sources, content_of(tokenizer)]
     data, entry = kept(
         how.data_cache, "data", names, key, lambda: _tokenised(sources, names, tokenizer, how), _packed, _unpacked
     )
@@ -181,7 +179,6 @@ def _tokenised(
 
 
 def _packed(data: Dataset) -> tuple[About, Arrays]:
-    """The parts of an entry of the cache."""
     about = {"report": vars(data.report), "where": list(data.where), "cuts": list(data.cuts.items())}
     about["rest"] = {name: vars(data)[name] for name in ("end_token_ids", "pad_token_id", "chat_template")}
     lengths, sources = np.array(data.lengths), np.array(data.sources)

@@ -9,9 +9,6 @@ written \\n, and ids are below:
       ids             267 1133 264 676 17 202 318 29
       TRAINED      8   red| and| red
       ids             386 297 386
-
-Of long runs only the two ends are shown. A packed row, and a question, has a heading of its own, then its samples; of a
-question the right candidate first (`RIGHT` or `wrong` instead of TRAINED). A classifier's row has its label.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +16,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from keyhole.data.dataset import Cut, Dataset
+from keyhole.data.report import Marked
 from keyhole.data.tokenizer import Tokenizer, token_texts
 from keyhole.errors import printable
 
@@ -36,36 +34,26 @@ class Run(NamedTuple):
     ids: list[int]
 
 
-class Marked(NamedTuple):
-    """A sample for a page: its place in the file, a remark about it, and its runs of tokens, as text."""
-
-    where: str
-    about: str
-    runs: list[tuple[bool, list[str]]]
-
-
 def preview(
     dataset: Dataset, tokenizer: Tokenizer, n: int = 3, *, color: bool = False, labels: Sequence[str] = ()
 ) -> str:
-    """The first n rows, token by token."""
     lines: list[str] = []
     for row in range(min(n, len(dataset))):
         samples = len(dataset.rows[row])
         if dataset.right is not None:
             lines.append(f"question {row + 1} of {len(dataset):,}: {samples} candidates")
         elif dataset.packed:
-            size = f"{dataset.row_length(row)} tokens in {samples} samples"
-            lines.append(f"row {row + 1} of {len(dataset)}: {size}")
+            lines.append(f"row {row + 1} of {len(dataset)}: {dataset.row_length(row)} tokens in {samples} samples")
         for i, about, runs in _samples(dataset, row, labels):
             lines.append(f"sample {i + 1} of {len(dataset.lengths)} ({printable(dataset.where[i], 300)}): {about}")
             lines += [*(line for run in runs for line in _lines(tokenizer, run, color)), ""]
     return "\n".join(lines)
 
 
-def marked(dataset: Dataset, tokenizer: Tokenizer, rows: int = 3, labels: Sequence[str] = ()) -> list[Marked]:
+def marked(dataset: Dataset, tokenizer: Tokenizer, labels: Sequence[str] = ()) -> list[Marked]:
     """The first rows for a page; of a packed row, or of a question, each sample."""
     found = []
-    for row in range(min(rows, len(dataset))):
+    for row in range(min(3, len(dataset))):
         for i, about, runs in _samples(dataset, row, labels):
             told = about + CANDIDATES.get(runs[-1].word, "")
             words = [(run.word != "read", _words_on_page(tokenizer, run.ids)) for run in runs]
@@ -116,5 +104,4 @@ def _lines(tokenizer: Tokenizer, run: Run, color: bool) -> Iterator[str]:
 
 def _words_on_page(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     first, gap, last = _ends(ids, SHOWN_ON_PAGE)
-    more = [f" … {gap:,} more … ", *token_texts(tokenizer, last)] if gap else []
-    return [*token_texts(tokenizer, first), *more]
+    return token_texts(tokenizer, first) + ([f" … {gap:,} more … ", *token_texts(tokenizer, last)] if gap else [])

@@ -29,6 +29,16 @@ LOST = {  # what chats lose (answers.py), by its kind
 
 
 @dataclass
+class Marked:
+    """A sample for a page: its place in the file, a remark about it, and its runs of tokens, trained or context, as
+    text."""
+
+    where: str
+    about: str
+    runs: list[tuple[bool, list[str]]] = field(default_factory=list)
+
+
+@dataclass
 class Report:
     """Counts; `lines()` formats them."""
 
@@ -63,7 +73,6 @@ class Report:
 
     @classmethod
     def read_back(cls, told: dict[str, Any]) -> "Report":
-        """The report of an entry of the cache."""
         return cls(**told | {name: Counter(told[name]) for name in ("lost", "unread", "foreign")})
 
     def lines(self) -> list[str]:

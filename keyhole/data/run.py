@@ -73,15 +73,12 @@ class Rows:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer in the directory of a model."""
     return needed(read_tokenizer(locate(model, MODEL)), locate(model, MODEL))
 
 
-def load_data(settings: DataSettings, tokenizer: "Tokenizer | None" = None) -> Data:
-    """Loaders and report. tokenizer: None takes the model's."""
+def load_data(settings: DataSettings) -> Data:
     settings = replace(settings, template_date=settings.day.isoformat())  # one date, also after midnight
-    known = _model_config(settings)
-    tokenizer = tokenizer or load_tokenizer(settings.model)
+    known, tokenizer = _model_config(settings), load_tokenizer(settings.model)
     rows = (_of_tasks if settings.task else _of_files)(settings, tokenizer, known)
     further = tuple(drawn["test"] for drawn in draw_tasks(settings, training=False))
     train, report, test = rows.train, [*dropout_lines(tokenizer), *rows.report], (*rows.test, *further)
@@ -97,8 +94,7 @@ def load_data(settings: DataSettings, tokenizer: "Tokenizer | None" = None) -> D
     about: dict[str, object] = {"date": settings.template_date}
     about |= {"chat_template": train.chat_template} if train.chat_template else {}
     if rows.labels is not None:
-        specs = [task.spec for task in test]
-        find_labels(specs, known, settings.head is not None)  # refuses tests with other labels
+        find_labels([task.spec for task in test], known, settings.head is not None)  # refuses tests with other labels
         about |= {"labels": list(rows.labels.names), "pad_token_id": train.pad_token_id}
     positions, asked = context_length(known), settings.pad_to_multiple_of
     padding = choose_padding(train, asked, positions) if settings.padding is None else Padding(*settings.padding)
@@ -251,6 +247,4 @@ def _question_set(
         rows, padding_id = texts.training_rows(tasks, labels, report), texts.pad_token_id
     for row in rows:
         collector.keep(row)
-    if not collector.lengths:
-        raise UserError(f"task: {collector.nothing_left()}")
     return collector.dataset(padding_id)

@@ -30,7 +30,6 @@ MOST_TEMPLATE_BYTES = 2**20
 
 
 def today() -> datetime.date:
-    """The day by this computer's clock."""
     return datetime.date.today()
 
 
@@ -65,7 +64,6 @@ class DataSettings(RunConfig):
 
     @cached_property
     def row_templates(self) -> dict[str, RowTemplate]:
-        """The templates of columns that are made from others."""
         given = {"prompt": self.prompt, "completion": self.completion}
         return {key: RowTemplate(text, key) for key, text in given.items() if text is not None}
 

@@ -11,9 +11,6 @@ A source is a path, a glob, a directory, or a hub id, and a data set is a list o
 
 There is no registry. Nothing is downloaded unless the source is not on disk and looks like a hub id, and then only
 through the optional `datasets` package. Only regular files are read: a pipe or a device may be endless.
-
-Which files a list means is found on the disk, and a mistake there trains on other data without any error: so the report
-says what is odd about the list (`remarks`).
 """
 
 import glob
@@ -66,8 +63,6 @@ def check_sources(settings: DataSettings) -> None:
 def read(source: str | list[str]) -> Iterator[Record]:
     """All rows of all sources, in order. Every source and every file must have at least one row."""
     sources = [source] if isinstance(source, str | Path) else list(source)
-    if not sources:
-        raise UserError("no data: the list of sources is empty; give a path, a glob, a directory or a hub id")
     resolve(sources)  # reports all missing files before anything is read
     for index, name in ((i, name) for i, given in enumerate(sources) for name in resolve([given])):
         records = read_file(Path(name)) if Path(name).is_file() else read_datasets(name)

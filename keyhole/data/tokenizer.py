@@ -14,7 +14,6 @@ Tokenizer: TypeAlias = "PreTrainedTokenizerFast"  # or a slow one: Transformers'
 
 
 def needed(tokenizer: "Tokenizer | None", model: object = "the directory") -> Tokenizer:
-    """The tokenizer of a model; refused if it has none."""
     if tokenizer is None:
         raise UserError(f"model: {model} has no tokenizer; copy its tokenizer files in")
     return tokenizer
@@ -48,15 +47,14 @@ def unknown_id(tokenizer: Tokenizer) -> int | None:
     """The token that stands for text that the tokenizer does not know; None if it has none of its own."""
     own = (
         getattr(tokenizer.backend_tokenizer.model, "unk_token", None) if tokenizer.is_fast else None
-    )  # of a tokenizer whose settings do not name it
+    )  # not in settings
     found = tokenizer.convert_tokens_to_ids(own) if isinstance(own, str) else tokenizer.unk_token_id
     return None if found in (tokenizer.bos_token_id, tokenizer.eos_token_id) else found
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
     """The padding id; any valid id works, because padding is masked."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return next(i for i in candidates if i is not None)
+    return next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
 
 
 def content_of(tokenizer: Tokenizer) -> str:

@@ -16,8 +16,6 @@ The end-of-turn token is trained, so that the model learns to stop. White space 
 trained: generation has ended by then. If the last answer has no special token at its end, an eos is added and trained.
 `train_end_token: false` excludes all of these from the loss, and adds no eos: if answers are single words that are
 scored, not generated, the end would be half of the trained tokens.
-
-    label[t] = id[t] where trained, else -100; label[0] = -100 always, since nothing predicts the first token
 """
 
 import os.path
@@ -45,8 +43,6 @@ CONTROL = re.compile(r"<[|\uff5c][^\s<>{}]{1,40}?[|\uff5c]>")
 
 
 class Tokens(NamedTuple):
-    """One example in tokens."""
-
     ids_T: np.ndarray  # int32
     trained_T: np.ndarray  # bool
     end_id: int | None  # the special token that ends the last answer
@@ -70,7 +66,6 @@ class Renderer:
         self.trains_end = how.train_end_token is not False
 
     def __call__(self, examples: list[Example]) -> list[Tokens]:
-        """Tokens of each example, in order."""
         chats = [Chat(each.turns, each.given, each.record.where) for each in examples if each.turns is not None]
         written, texts = iter(bounded(partial(find, self.template), chats, _place)), []
         for example in examples:
@@ -116,9 +111,7 @@ class Renderer:
         while t > a and (ids[t - 1] in self.special or not self.tokenizer.decode(ids[t - 1 : t]).strip()):
             t -= 1
             closing += [t] if ids[t] in self.special else []
-        if not closing:
-            return b
-        return closing[0] + 1 if self.trains_end else closing[-1]
+        return b if not closing else closing[0] + 1 if self.trains_end else closing[-1]
 
     def _is_open(self, example: Example, rendered: Rendered) -> bool:
         """Whether an eos must be added: the text ends with an answer that has no end token."""

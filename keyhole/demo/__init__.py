@@ -1,5 +1,5 @@
 """`keyhole demo`: every method on the embedded model and task, with a table and a page at the end.
 
-run.py          the demo from beginning to end; one method; the same bits within a small budget
-peak_memory.py  the memory of each method          report.py   the page
+run.py       the demo from beginning to end; one method; the same bits within a small budget
+report.py    the page
 """

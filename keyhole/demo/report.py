@@ -22,8 +22,6 @@ EXAMPLES = 4
 
 @dataclass(frozen=True)
 class Demo:
-    """How a method trains here (methods.yaml)."""
-
     steps: int = 100
     lr: float = 1e-3
     batch_size: int = 16
@@ -68,7 +66,6 @@ class Squeezed:
 
 
 def size(count: int) -> str:
-    """Bytes as readable text; a dash for none."""
     return f"{count / MIB:.1f} MiB" if 0 < count < GIB else f"{count / GIB:.2f} GiB" if count else "-"
 
 
@@ -89,7 +86,6 @@ def cells(result: Result) -> list[str]:
 
 
 def line_of(result: Result) -> str:
-    """What the terminal says when a method is done."""
     if result.skipped:
         return f"{result.method}: skipped: {result.skipped}"
     accuracy = f"accuracy {result.accuracy_before:.1%} -> {result.accuracy_after:.1%}"
@@ -159,7 +155,6 @@ def squeezed_line(found: Squeezed) -> str:
 
 
 def verdict(found: Squeezed) -> str:
-    """Whether the run within the budget equals the one without."""
     if found.same_losses and found.same_weights:
         return "losses and weights are the same bits as with all weights on the device"
     return "NOT the same as with all weights on the device: " + (

@@ -7,7 +7,8 @@ table shows the reason instead of numbers.
     accuracy    share of held-out notes whose right stamp is the more likely one, as in `keyhole eval`
     loss        NLL of the right stamp on held-out notes; the curves show the training loss, step by step
     seconds     the training steps alone
-    memory      the peak above the process's memory before the model was loaded, host and GPU (peak_memory.py)
+    memory      the peak of the training steps above what the process held before the model was loaded, host and GPU;
+                a library that a method is the first to use counts too, and on the host nothing without Linux's /proc
     moved       bytes over the link between host and device; 0 if everything is resident
 
 Then keyhole's main property: the same run within a budget smaller than the model gives the same bits. The embedded
@@ -16,8 +17,6 @@ random weights (LAYERS blocks, the same tokenizer and notes) and trains it STEPS
 device, and with gpu_memory set to SHARE of the weights alone. The budget must hold everything: slots, activations,
 logits, the method's buffers. On a GPU it is enforced; without one the same code runs with plain copies instead of the
 link: the losses, the weights and the bytes are the same.
-
-Matrices here are so small that more threads would only wait for each other: the demo uses THREADS of them.
 """
 
 import time
@@ -29,16 +28,15 @@ import yaml
 
 import keyhole
 from keyhole import assets
+from keyhole.bench.measure import clean_up, device_memory, host_memory
 from keyhole.data.batches import Loader, Padding
 from keyhole.data.prepare import prepare
-from keyhole.demo import peak_memory
 from keyhole.demo.report import COLUMNS, Demo, Result, Squeezed, cells, line_of, make_report, squeezed_line
 from keyhole.disk.files import write_text, writing_to
 from keyhole.disk.json_text import json_text
 from keyhole.errors import UserError
 from keyhole.eval.evaluate import read_task
 from keyhole.eval.score import score_choices
-from keyhole.machine.gpu import ACCELERATOR, accelerator
 from keyhole.machine.probe import environment
 from keyhole.machine.text import aligned
 from keyhole.methods import METHODS
@@ -81,17 +79,13 @@ def run_demo(
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
-        with peak_memory.measured_beside(names, device) as peaks:
-            results = [_run_method(Result(name, settings_of(name, steps)), root, seed, device) for name in names]
-            squeezed = []
-            for name in one_of_each_sweep(names):
-                squeezed.append(squeeze(name, seed, min(steps or STEPS, STEPS), device))
-                print(f"keyhole: {squeezed_line(squeezed[-1])}", flush=True)
-            measured = peaks()
+        # first: it uses the libraries that are loaded on first use, and that belong to no method
+        squeezed = [squeeze(name, seed, min(steps or STEPS, STEPS), device) for name in one_of_each_sweep(names)]
+        results = [_run_method(Result(name, settings_of(name, steps)), root, seed, device) for name in names]
     finally:
         torch.set_num_threads(threads)
-    for result in results:
-        result.host_bytes, result.gpu_bytes = measured.get(result.method, (0, 0))
+    for in_budget in squeezed:
+        print(f"keyhole: {squeezed_line(in_budget)}", flush=True)
     print("\n".join(["", *aligned([COLUMNS, *map(cells, results)]), ""]))
     with writing_to(root):
         write_text(root / "results.json", json_text([asdict(result) for result in results], indent=1) + "\n")
@@ -102,13 +96,17 @@ def run_demo(
 
 
 def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Result:
-    """Loads, scores, trains, scores, saves; fills in the result."""
+    clean_up(torch.device("cpu"))
+    held_bytes = host_memory()
     try:
         model, method = start(result.method, result.settings, seed, device)
         task = read_task("demo")
         before, link = score_choices(model, task), model.engine
         moved_bytes = link.bytes_up + link.bytes_down
+        clean_up(model.device)
         result.losses, result.times_s = train(model, method, result.settings, seed)
+        result.host_bytes = max(0, host_memory() - held_bytes)
+        result.gpu_bytes = device_memory(model.device)["allocated_bytes"]
         result.moved_bytes = link.bytes_up + link.bytes_down - moved_bytes
         after = score_choices(model, task)
         result.accuracy_before, result.loss_before = before.accuracy, before.loss
@@ -123,13 +121,11 @@ def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Re
 
 def settings_of(name: str, steps: int | None = None) -> Demo:
     """The settings of a method in the demo; `steps` limits its steps."""
-    table = yaml.safe_load(Path(__file__).with_name("methods.yaml").read_text())
-    settings = Demo(**table.get(name, {}))
+    settings = Demo(**yaml.safe_load(Path(__file__).with_name("methods.yaml").read_text()).get(name, {}))
     return settings if steps is None else replace(settings, steps=min(steps, settings.steps))
 
 
 def start(name: str, settings: Demo, seed: int, device: str | None) -> tuple[keyhole.Model, Method]:
-    """The embedded model, fresh, and the method that will train it."""
     model = keyhole.load(assets.MODEL, dtype="float32", device=device)
     return model, METHODS[name].load()(model, settings.lr, seed=seed, **settings.options)
 
@@ -157,7 +153,6 @@ def one_of_each_sweep(names: list[str]) -> list[str]:
 
 
 def squeeze(name: str, seed: int = 0, steps: int = STEPS, device: str | None = None) -> Squeezed:
-    """Trains twice and compares."""
     made = Squeezed(name)
     try:
         resident, made.losses = _train_deeper(name, seed, steps, device, None)
@@ -189,23 +184,3 @@ def _train_deeper(
     losses, _ = train(model, method, demo, seed, LENGTH, "constant")
     model.engine.wait_for_homes()
     return model, losses
-
-
-def measure(names: list[str], device: str | None) -> peak_memory.Peaks:
-    """Peaks of the methods that can run here, one after the other in this process (peak_memory.py)."""
-    torch.set_num_threads(THREADS)
-    peaks: peak_memory.Peaks = {}
-    for name in [name for name in names for _ in range(2)]:
-        begin_bytes = peak_memory.begin_peak()
-        try:
-            model, method = start(name, settings_of(name), 0, device)
-            on_gpu = model.device.type == ACCELERATOR
-            if on_gpu:
-                accelerator.reset_peak_memory_stats(model.device)
-            train(model, method, settings_of(name, STEPS), 0)
-            peak_bytes = max(0, peak_memory.resident_bytes("VmHWM") - begin_bytes)
-            peaks[name] = (peak_bytes, accelerator.max_memory_allocated(model.device) if on_gpu else 0)
-            model.close()
-        except UserError:
-            continue  # the demo reports why
-    return peaks

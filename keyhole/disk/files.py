@@ -54,7 +54,6 @@ def flush(path: Path) -> None:
 
 
 def flush_all(directory: Path) -> None:
-    """Makes a directory and everything in it durable."""
     for path in directory.rglob("*"):
         flush(path)
     flush(directory)
@@ -167,7 +166,6 @@ def writing_to(root: str | Path, key: str = "output_dir") -> Iterator[None]:
 
 
 def crc_of(path: Path) -> str:
-    """A file's CRC-32, eight hex digits."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):

@@ -37,8 +37,11 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-GRIDS = {"Q4_0": ("int4", 32, "float16", False), "Q4_1": ("int4", 32, "float16", True)}
-GRIDS |= {"Q8_0": ("int8", 32, "float16", False)}  # equal (grid, group, dtype of scales, with an offset)
+GRIDS = {  # equal (grid, group, dtype of scales, with an offset)
+    "Q4_0": ("int4", 32, "float16", False),
+    "Q4_1": ("int4", 32, "float16", True),
+    "Q8_0": ("int8", 32, "float16", False),
+}
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -118,7 +121,6 @@ class _Reader:
         return None
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """What is listed of a tensor: its name, shape, type and offset."""
         name = self.string()
         sides = tuple(self.number("Q") for _ in range(self.number("I")))
         return name, sides[::-1], self.number("I"), self.number("Q")
@@ -170,7 +172,6 @@ def _parse(data: mmap.mmap, first: Header | None) -> Header:
 
 
 def _named(header: Header, name: str) -> str:
-    """A tensor's name in Transformers."""
     if header.architecture not in NAMED:
         raise ValueError(f"it is of architecture {header.architecture:.40}; {', '.join(NAMED)} are read")
     stem, _, kind = name.rpartition(".")
@@ -244,7 +245,7 @@ class GGUFShard:
             return torch.from_numpy(raw).view(getattr(torch, PLAIN[entry.form])).reshape(entry.shape)
         gguf = _package()
         try:
-            found: np.ndarray = gguf.quants.dequantize(raw, gguf.constants.GGMLQuantizationType[entry.form])
+            found = gguf.quants.dequantize(raw, gguf.constants.GGMLQuantizationType[entry.form])
         except NotImplementedError as error:
             raise ValueError(f"{name} is of type {entry.form}, which the package gguf does not unpack") from error
         return torch.from_numpy(found).reshape(entry.shape)

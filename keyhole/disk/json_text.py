@@ -6,8 +6,7 @@ outputs that other programs may read are made here; readers of keyhole take null
 
 JSON of unknown origin becomes typed values: dataclasses, lists, tuples, numbers with bounds.
 
-    decode(found, Result)            all of it is of its type, or ValueError
-    decode(found, Story, most=4000)  what does not fit is left out, and texts, lists and objects are cut at `most`
+    decode(found, Result)    all of it is of its type, or ValueError
 
 Names that a dataclass does not have are passed over; those that are missing have their defaults.
 
@@ -16,7 +15,6 @@ a published file stay as they are, which writing it anew would not keep.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -24,17 +22,16 @@ import re
 import tempfile
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from keyhole.disk.files import write_text
 from keyhole.errors import UserError
+from keyhole.limits import convert
 from keyhole.machine.collector import no_collector
 
-Json = dict[str, Any]
-"""An object of JSON."""
+Json = dict[str, Any]  # an object
 
 WORDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a yes or no", type(None): "null"}
 LIMIT_BYTES = 2**28  # the index of a model with a million tensors has 100 MB
@@ -168,48 +165,23 @@ def finite(value: object) -> float | None:
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
 
 
-def decode(value: object, kind: Any, most: int | None = None) -> Any:
+def decode(value: object, kind: Any) -> Any:
     """The JSON value as one of this type; ValueError if it is none."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if origin is Annotated:
-        found = decode(value, args[0], most)
-        if not args[1].holds(found):
-            raise ValueError(f"not {args[1].describe()}")
-        return found
-    if origin in (typing.Union, types.UnionType):
-        for arm in args[:-1]:
-            with suppress(ValueError):
-                return decode(value, arm, most)
-        return decode(value, args[-1], most)
+    return convert(value, kind, _decoded, empty=True)
+
+
+def _decoded(value: object, kind: Any) -> object:
+    """A dataclass, a tuple, or a value without parts."""
+    arms = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and isinstance(value, list) and len(value) == len(arms):
+        return tuple(decode(each, arm) for each, arm in zip(value, arms, strict=True))
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind, include_extras=True)
         try:
-            return kind(**_each([(name, value[name], hints[name]) for name in hints if name in value], most))
+            return kind(**{name: decode(value[name], hints[name]) for name in hints if name in value})
         except TypeError as error:  # a field without a default is missing
             raise ValueError(str(error)) from None
-    if origin is dict and isinstance(value, dict):
-        return _each([(name[:most], each, args[1]) for name, each in itertools.islice(value.items(), most)], most)
-    if origin is list and isinstance(value, list):
-        return list(_each([(i, each, args[0]) for i, each in enumerate(value[:most])], most).values())
-    if origin is tuple and isinstance(value, list) and len(value) == len(args):
-        return tuple(decode(each, arm, most) for each, arm in zip(value, args, strict=True))
-    if kind is str and isinstance(value, str):
-        return value[:most]
-    if type(value) is kind or kind is float:
-        if kind in (bool, types.NoneType) or finite(value) is not None:
+    if kind is Any or type(value) is kind or kind is float:
+        if kind in (Any, str, bool, types.NoneType) or finite(value) is not None:
             return value
     raise ValueError(f"not {kind}")
-
-
-def _each(parts: Iterable[tuple[Any, Any, Any]], most: int | None) -> dict[Any, Any]:
-    """The parts of a value by their names; those that do not fit are left out, or refused if nothing may be."""
-    found = {}
-    for name, value, kind in parts:
-        try:
-            found[name] = decode(value, kind, most)
-        except ValueError:
-            if most is None:
-                raise
-    return found

@@ -28,8 +28,7 @@ from keyhole.errors import NonFinite
 if TYPE_CHECKING:
     import torch
 
-    Get = Callable[[str], torch.Tensor]
-"""(name of a tensor in the files) -> the tensor."""
+    Get = Callable[[str], torch.Tensor]  # the tensor of this name in the files
 
 BNB = ".quant_state.bitsandbytes__"
 OF_BNB = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -37,14 +36,13 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GROUP = 64  # group size of the grids
 NESTED = ("nested_blocksize", "nested_offset")  # in the state, if absmax is quantised itself
 LARGEST_STATE = 4096  # bytes
+# What config.json may say of the layout of the integers; others (gemv, marlin) have the same names and other bits
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "gptq": {"checkpoint_format": ("gptq", "gptq_v2")},
     "awq": {"version": ("gemm", "exllama", "ipex")},
 }
-"""What config.json may say of the layout of the integers; others (gemv, marlin) have the same names and other bits."""
+# Codes, whatever dtype the file calls them: as numbers they mean nothing, and may be NaN (bnb_4bit_quant_storage)
 CODES = ("weight", "qweight", "qzeros")
-"""Tensors whose bytes are codes, whatever dtype the file calls them: as numbers they mean nothing, and may be NaN
-(bnb_4bit_quant_storage)."""
 
 
 @dataclass(frozen=True)

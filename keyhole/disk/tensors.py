@@ -45,8 +45,6 @@ def first_dtype(directory: Path) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor that is going to be written."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,8 +56,6 @@ class Spec:
 
 @dataclass(frozen=True)
 class Place:
-    """The file and offset of a tensor's first byte."""
-
     file: str
     offset: int
 
@@ -127,13 +123,11 @@ def fill(directory: Path, place: Place, tensor: torch.Tensor, begin: int = 0, fl
 
 
 def one_file(tensors: "Mapping[str, torch.Tensor | Ranges]", file: str) -> Files:
-    """One file with these tensors, by name."""
     specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
     return lay_out(specs, Path(file).stem)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a safetensors file."""
     files = one_file(tensors, path.name)
     create(files, path.parent)
     for name, tensor in tensors.items():
@@ -157,7 +151,6 @@ class Ranges:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

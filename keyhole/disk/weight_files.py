@@ -51,8 +51,7 @@ INDEX, SINGLE = KINDS["safetensors"]
 OWN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 PIECE_BYTES = 8 * 2**20
 READERS = min(16, os.cpu_count() or 1)
-Part = tuple[Path, int, int, str]
-"""Bytes [begin, end) of a file, and what is said of their tensor: its name, dtype and shape."""
+Part = tuple[Path, int, int, str]  # bytes [begin, end) of a file, and name, dtype and shape of their tensor
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class Stored:
         return found
 
     def codes(self, directory: Path, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Codes and scales of a tensor that has a grid."""
         with _damaged(directory / self.file):
             if self.of is not None:
                 return self.of.codes()
@@ -120,13 +118,11 @@ class _Pickled:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether the directory has weights in a supported format."""
     names = [name for kind in KINDS.values() for name in kind]
     return any((directory / name).exists() for name in names) or any(directory.glob(f"*{SUFFIX}"))
 
 
 def is_pickled(directory: Path) -> bool:
-    """Whether the weights are only in .bin files."""
     safe, pickled = (any((directory / name).exists() for name in KINDS[kind]) for kind in ("safetensors", "bin"))
     return pickled and not safe
 
@@ -220,7 +216,6 @@ def read_header(path: Path) -> tuple[dict[str, Json], int]:
 
 
 def tensors_in(path: Path) -> dict[str, Stored]:
-    """The tensors of one file."""
     if path.suffix == ".safetensors":
         header, _ = read_header(path)
         return {name: Stored(path.name, tuple(each["shape"]), dtype=each["dtype"]) for name, each in header.items()}
@@ -288,7 +283,6 @@ def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
 
 @contextmanager
 def _damaged(where: Path) -> Iterator[None]:
-    """Turns ValueErrors into errors about this file."""
     try:
         yield
     except NonFinite as error:
@@ -315,7 +309,6 @@ def stored_weights(directory: Path) -> set[str]:
 
 
 def content_hash(directory: Path) -> str:
-    """The hash of the weights in a directory, 64 hex digits."""
     listed, parts = weight_files(directory), list[Part]()
     try:
         for path in sorted(directory / name for name in set(listed if isinstance(listed, list) else listed.values())):
@@ -346,7 +339,6 @@ def tensors_hash(tensors: "Iterable[tuple[str, torch.Tensor]]") -> str:
 
 
 def _hash_of(lines: Iterable[str]) -> str:
-    """The hash of lines in any order."""
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 

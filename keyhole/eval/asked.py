@@ -12,15 +12,7 @@ from pathlib import Path
 
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.places import find_splits
-from keyhole.data.tasks.spec import (
-    check_names,
-    divided,
-    is_task_name,
-    nearest_task,
-    own_name,
-    task_names,
-    unknown_task,
-)
+from keyhole.data.tasks.spec import check_names, divided, is_task_name, nearest_task, own_name, task_names, unknown_task
 from keyhole.disk.json_text import check_result_file
 from keyhole.errors import UserError
 

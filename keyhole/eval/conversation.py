@@ -29,7 +29,7 @@ from transformers import TextStreamer
 from keyhole import assets
 from keyhole.data.capacity import check_ids, context_length
 from keyhole.data.chat_template import ChatTemplate
-from keyhole.data.tokenizer import tokenized
+from keyhole.data.tokenizer import needed, tokenized
 from keyhole.errors import NonFinite, UserError
 from keyhole.eval.generate import Guard
 from keyhole.eval.rows import not_finite
@@ -60,7 +60,6 @@ def chat(
     system: str | None = None,
     plain: bool = False,
 ) -> None:
-    """Loads the model and answers standard input, line by line."""
     model = load(
         assets.locate(directory, assets.MODEL),
         placement=placement,
@@ -78,7 +77,6 @@ def chat(
 
 
 def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
-    """The loop: a line in, an answer out."""
     on_terminal = source.isatty()
     if on_terminal:
         print(HELP, file=sys.stderr)
@@ -119,18 +117,15 @@ def _lines(source: TextIO, on_terminal: bool) -> Iterator[tuple[int, str]]:
 
 
 class Conversation:
-    """The turns so far, and the model."""
-
     def __init__(
         self, model: Model, system: str | None = None, max_new_tokens: int | None = None, *, plain: bool = False
     ) -> None:
-        self.model, self.tokenizer = model, model.tokenizer
+        self.model = model
         if model.classifies:
             raise UserError(
                 f"model: {type(model.module).__name__} classifies texts and cannot write any; see keyhole eval"
             )
-        if self.tokenizer is None:
-            raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
+        self.tokenizer = needed(model.tokenizer)
         self.has_turns = bool(self.tokenizer.chat_template) and not plain
         self.template = ChatTemplate(self.tokenizer)
         del self.template.variables["date_string"]  # chat uses today's date
@@ -206,8 +201,6 @@ class Conversation:
 
 
 class _Writer(TextStreamer):
-    """Writes whole words to `out` as they are generated."""
-
     def __init__(self, tokenizer: Any, out: TextIO) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.out = out

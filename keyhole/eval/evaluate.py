@@ -9,9 +9,6 @@ library/demo.yaml, but for its prompt, which may be a chat, and which candidates
 Any other file is read like training data (the five formats of keyhole.data) and gives the validation loss of training,
 the NLL over all trained tokens divided by their number, and perplexity = exp(loss). Tasks, and the first row of every
 other file, are read before the model is loaded, so that mistakes are found early.
-
-The model is a directory that keyhole wrote, any Hugging Face model directory, or a hub id; `demo` is the embedded
-model. Placement `auto` streams weights that do not fit the GPU.
 """
 
 import sys
@@ -31,11 +28,13 @@ from keyhole.data.sources import read
 from keyhole.data.tasks.draw import Numbers, built, load_task, warning_lines
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Task
-from keyhole.data.tasks.spec import LOWER_IS_BETTER, Expression
+from keyhole.data.tasks.spec import Expression
 from keyhole.data.tasks.tables import pick
+from keyhole.data.tokenizer import needed
 from keyhole.disk.json_text import json_text, write_result
 from keyhole.errors import UserError
 from keyhole.eval.asked import asked_names, is_library_task
+from keyhole.eval.metrics import as_published
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.eval.score import AnswerScore, DataScore, Score, TaskScore, check_code, data_score, score
 from keyhole.loading import load
@@ -147,47 +146,38 @@ def score_data(
     """Loss and perplexity of a file in any training format. how: settings for its rows; options: see rows.py."""
     if model.classifies:
         raise UserError(f"{source}: {type(model.module).__name__} classifies texts; --tasks: name a task, such as sst2")
-    if model.tokenizer is None:
-        raise UserError(f"{source}: the model directory has no tokenizer, so text cannot be scored")
+    tokenizer = needed(model.tokenizer)
     check_max_length(max_length, model.config, model.module)
     longest = max_length or context_length(model.config)
     stops = getattr(model.module.generation_config, "eos_token_id", None)
     stops = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
-    data = prepare(source, model.tokenizer, max_length=longest, limit=limit, stop_token_ids=stops, **(how or {}))
+    data = prepare(source, tokenizer, max_length=longest, limit=limit, stop_token_ids=stops, **(how or {}))
     check_data(data, model.source, model.config, model.module)
     losses = replace(data.report, truncated=0).losses()  # what was cut has a line of its own
     return data_score(model, task_name(source), source, data, data.report.truncated, losses, **options)
 
 
 def table(scores: Sequence[Score]) -> str:
-    """The results as plain text that is also a Markdown table."""
     columns = ["name", "rows", "result", "accuracy by chance", "accuracy by sum", "margin", "loss", "perplexity"]
     shown = markdown(columns, [[printable(cell) for cell in _cells(each)] for each in scores], numbers=True)
-    cut = [f"{s.name}: {s.truncated} texts were too long and were cut" for s in scores if s.truncated]
-    cut += [
-        f"{s.name}: answers end after {s.shortened} tokens, half of what the model or max_length has room for"
-        for s in scores
-        if isinstance(s, AnswerScore) and s.shortened
+    room = "half of what the model or max_length has room for"
+    told = [
+        *((s, ", ".join(as_published(*pair) for pair in s.metrics.items())) for s in scores if len(s.metrics) > 1),
+        *((s, f"{s.truncated} texts were too long and were cut") for s in scores if s.truncated),
+        *(
+            (s, f"answers end after {s.shortened} tokens, {room}")
+            for s in scores
+            if isinstance(s, AnswerScore) and s.shortened
+        ),
+        *((s, line) for s in scores if isinstance(s, DataScore) for line in s.losses),
     ]
-    cut += [f"{s.name}: {line}" for s in scores if isinstance(s, DataScore) for line in s.losses]
-    more = [
-        f"{s.name}: {', '.join(_number(*pair) for pair in s.metrics.items())}" for s in scores if len(s.metrics) > 1
-    ]
-    return "\n".join([shown, *more, *cut])
-
-
-def _number(metric: str, value: float) -> str:
-    """A metric as usually published: in percent, except perplexity."""
-    if metric in LOWER_IS_BETTER:
-        return f"{metric} {value:.3f}"
-    return f"{metric} {100 * value:.1f}" + ("" if metric in ("matthews", "pearson") else "%")
+    return "\n".join([shown, *(f"{s.name}: {line}" for s, line in told)])
 
 
 def _cells(found: Score) -> list[str]:
     if isinstance(found, DataScore):
-        blank = ["-"] * 4
-        return [found.name, f"{found.samples:,}", *blank, f"{found.loss:.4f}", f"{found.perplexity:.3f}"]
-    cells = [found.name, f"{found.questions:,}", _number(found.metric, found.value)]
+        return [found.name, f"{found.samples:,}", *["-"] * 4, f"{found.loss:.4f}", f"{found.perplexity:.3f}"]
+    cells = [found.name, f"{found.questions:,}", as_published(found.metric, found.value)]
     if isinstance(found, AnswerScore):
         return [*cells, *["-"] * 5]
     chance = "-" if found.chance is None else f"{100 * found.chance:.1f}%"

@@ -81,15 +81,11 @@ def continue_prompts(
         befores = [prompts[i] for i in batch]
         made = _generated(model, befores, max_new_tokens, stop, settings)
         for i, before, ids in zip(batch, befores, made, strict=True):
-            answers[i] = cut_at(text_after(model.tokenizer, [] if apart else before, ids), stop)
+            text = text_after(model.tokenizer, [] if apart else before, ids)
+            answers[i] = text[: min([text.find(word) for word in stop if word in text], default=len(text))]
     for theirs in ranks.objects(answers):
         answers |= theirs
     return [answers[i] for i in range(len(prompts))]
-
-
-def cut_at(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first stop string in it."""
-    return text[: min([text.find(word) for word in stop if word in text], default=len(text))]
 
 
 def _generated(
@@ -103,9 +99,13 @@ def _generated(
     pad = next((i for i in (tokenizer.pad_token_id, own.pad_token_id, first_end) if i is not None), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    options = (PLAIN if settings is None else settings) | {"max_new_tokens": new, "pad_token_id": pad}
-    options |= {"eos_token_id": ends, "logits_processor": [Guard()]}
-    options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
+    options = (PLAIN if settings is None else settings) | {
+        "max_new_tokens": new,
+        "pad_token_id": pad,
+        "eos_token_id": ends,
+        "logits_processor": [Guard()],
+        "stopping_criteria": [_Stops(tokenizer, stop, width)] if stop else None,
+    }
     if settings is None:  # a setting that a call does not give would be filled in from the model's own
         model.module.generation_config = GenerationConfig()
     try:
@@ -144,5 +144,4 @@ class _Stops(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: torch.FloatTensor, **options: object) -> torch.Tensor:
         made = input_ids[:, max(self.width, input_ids.shape[1] - self.tail) :]
         texts = self.tokenizer.batch_decode(made, clean_up_tokenization_spaces=False)
-        found = [any(word in text for word in self.stop) for text in texts]
-        return torch.tensor(found, device=input_ids.device)
+        return torch.tensor([any(word in text for word in self.stop) for text in texts], device=input_ids.device)

@@ -16,8 +16,6 @@ it is right or wrong as a whole.
     exact_match  a = r
     token_f1     2 m / (words of a + words of r), m the number of common words; 0 or 1 if r is `no answer`
     exact_number the numbers are equal: 1,000 is 1000.0
-
-All of them are means over questions, except the correlations and F1.
 """
 
 import math
@@ -30,39 +28,35 @@ from decimal import Decimal, InvalidOperation
 
 import numpy as np
 
-from keyhole.data.tasks.spec import extracted
+from keyhole.data.tasks.spec import LOWER_IS_BETTER, extracted
 
+MEAN = "score"  # name of the mean of different metrics
 MOST_LOSS = math.log(sys.float_info.max)
 NO_ANSWER = ["no", "answer"]  # the reference of a question that its passage does not answer
 
 
 def accuracy(chosen: Sequence[int], right: Sequence[int]) -> float:
-    """The share of right choices."""
     return sum(p == y for p, y in zip(chosen, right, strict=True)) / len(right)
 
 
 def f1(chosen: Sequence[int], right: Sequence[int], of: int = 1) -> float:
-    """F1 of one class; 0 if the class does not occur."""
     hits = sum(p == y == of for p, y in zip(chosen, right, strict=True))
     named = sum(p == of for p in chosen) + sum(y == of for y in right)
     return 2 * hits / named if named else 0.0
 
 
 def macro_f1(chosen: Sequence[int], right: Sequence[int]) -> float:
-    """The mean F1 of the classes."""
     classes = sorted({*chosen, *right})
     return sum(f1(chosen, right, of) for of in classes) / len(classes)
 
 
 def matthews(chosen: Sequence[int], right: Sequence[int]) -> float:
-    """Matthews' correlation, for any number of classes."""
     classes = sorted({*chosen, *right})
     p, y = (np.array([[x == k for k in classes] for x in xs], dtype=float) for xs in (chosen, right))
     return _correlation(p, y)
 
 
 def pearson(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """Pearson's correlation."""
     x, y = np.array(found, dtype=float), np.array(wanted, dtype=float)
     equal = x.min() == x.max() or y.min() == y.max()  # their mean may differ from them by its rounding
     return 0.0 if equal else _correlation(x, y)
@@ -81,7 +75,6 @@ def plain_words(text: str) -> str:
 
 
 def exact_match(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer is one of the references."""
     return float(any(plain_words(answer) == plain_words(reference) for reference in references))
 
 
@@ -93,12 +86,10 @@ def token_f1(answer: str, references: Sequence[str]) -> float:
 def _overlap(answer: list[str], reference: list[str]) -> float:
     if not answer or not reference or reference == NO_ANSWER:
         return float(answer == reference)
-    common = sum((Counter(answer) & Counter(reference)).values())
-    return 2 * common / (len(answer) + len(reference))
+    return 2 * (Counter(answer) & Counter(reference)).total() / (len(answer) + len(reference))
 
 
 def exact_number(answer: str, references: Sequence[str]) -> float:
-    """1 if the answer is the number of a reference."""
     found = _number(answer)
     return float(found is not None and any(found == _number(reference) for reference in references))
 
@@ -120,6 +111,13 @@ def extract(text: str, pattern: str | None) -> str:
 
 OF_CHOICES = {"accuracy": accuracy, "f1": f1, "macro_f1": macro_f1, "matthews": matthews}
 OF_TEXTS = {"exact_match": exact_match, "token_f1": token_f1, "exact_number": exact_number}
+
+
+def as_published(name: str, value: float) -> str:
+    """A metric as usually published: in percent, except losses and perplexity."""
+    if name.endswith(("loss", *LOWER_IS_BETTER)):
+        return f"{name} {value:.3f}"
+    return f"{name} {100 * value:.1f}" + ("" if name.endswith(("matthews", "pearson", MEAN)) else " %")
 
 
 def perplexity(loss: float) -> float:

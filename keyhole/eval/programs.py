@@ -7,10 +7,6 @@ program has
     an empty temporary directory, which is its working directory and the only place where it may write
     no environment, no input, no output, no network, no further processes (see confined.py)
     limits on wall time (by the parent), CPU time, memory, size and number of files and directories
-
-A program passes if it runs to its end without an error. The parent recognises the end by a random word that the child
-writes last (confined.py says how far this can be trusted). Then the directory is deleted; what cannot be deleted is
-left.
 """
 
 import json
@@ -42,7 +38,6 @@ class Outcome:
 
 
 def run_program(source: str, *, seconds: float = SECONDS, memory_bytes: int = MEMORY_BYTES) -> Outcome:
-    """Runs the text of a Python program, within limits."""
     done, directory = secrets.token_hex(16), tempfile.mkdtemp(prefix="keyhole-program-")
     job = {"source": source, "seconds": seconds, "memory_bytes": memory_bytes, "done": done}
     with tempfile.TemporaryFile() as verdict:  # unlike a pipe, the limit on the size of files bounds it

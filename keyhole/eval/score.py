@@ -15,9 +15,6 @@ with the task's values, and for other metrics the nearest candidate is the choic
 
 **Likelihood**: the loss of the right answers, and perplexity. **Generated** answers (generate.py) are compared with the
 references, or make a program that is run (programs.py).
-
-Rows are those of training (data/tasks). A prompt that is too long for the model loses its beginning; the result has
-the number of such prompts.
 """
 
 import math
@@ -32,7 +29,7 @@ import torch
 from keyhole.data.capacity import check_ids, check_max_length, context_length
 from keyhole.data.dataset import Sample
 from keyhole.data.tasks.encode import Encoder, TextEncoder
-from keyhole.data.tasks.question import MARK, Question, Task, find_labels
+from keyhole.data.tasks.question import MARK, Question, Task, find_labels, number_of
 from keyhole.data.tasks.spec import CHOICE, LIKELIHOOD
 from keyhole.errors import UserError
 from keyhole.eval import metrics
@@ -55,7 +52,6 @@ class Result:
 
     @property
     def value(self) -> float:
-        """The value of the main metric."""
         return self.metrics[self.metric]
 
 
@@ -171,7 +167,7 @@ def metric_of(name: str, questions: list[Question], predictions: list[int]) -> f
     """A metric of choices. If several candidates are right and one of them is chosen, it counts as the right one."""
     if name == "pearson":
         chosen = [float(q.candidates[p]) for q, p in zip(questions, predictions, strict=True)]
-        return metrics.pearson(chosen, [q.number for q in questions])
+        return metrics.pearson(chosen, [number_of(q.value, "value") for q in questions])
     right = [p if p in q.also else q.answer for q, p in zip(questions, predictions, strict=True)]
     return metrics.OF_CHOICES[name](predictions, right)
 
@@ -196,7 +192,7 @@ def _classes(model: Model, task: Task, longest: int | None, **options: Any) -> C
         ]
     found = {name: metric_of(name, questions, chosen) for name in task.spec.metrics}
     if not labels.order:
-        found["pearson"] = metrics.pearson(said, [question.number for question in questions])
+        found["pearson"] = metrics.pearson(said, [number_of(question.value, "value") for question in questions])
     return ClassScore(
         name=task.name,
         questions=len(rows),

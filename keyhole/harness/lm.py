@@ -1,15 +1,11 @@
 """The model class for lm-evaluation-harness. The requests of the harness, and how they are computed:
 
-    loglikelihood           (context, continuation): all requests of a sweep at once (eval/continuations.py), so that a
-                            streamed model crosses the link once per `passes` * `batch_tokens` tokens; requests that
-                            differ only in their last token share a row
-    loglikelihood_rolling   a text in disjoint windows of max_length tokens: the windows of all texts at once
-    generate_until          greedy or sampled, batches by length; a streamed model crosses the link once per token of
-                            a batch (eval/generate.py)
-
-Texts are tokenised as by the harness's own `hf` model: context and continuation as one text, with bos if the tokenizer
-adds it; an empty context is bos or else eos. Log-likelihoods are computed from float32 logits and summed in float64,
-while `hf` stays in the dtype of the model, so in bfloat16 they differ by its rounding.
+loglikelihood           (context, continuation): all requests of a sweep at once (eval/continuations.py), so that a
+                        streamed model crosses the link once per `passes` * `batch_tokens` tokens; requests that
+                        differ only in their last token share a row
+loglikelihood_rolling   a text in disjoint windows of max_length tokens: the windows of all texts at once
+generate_until          greedy or sampled, batches by length; a streamed model crosses the link once per token of
+                        a batch (eval/generate.py)
 """
 
 import logging
@@ -169,8 +165,7 @@ class KeyholeLM(TemplateLM):
         for number, request in enumerate(requests):
             alike.setdefault(repr(sorted(request.args[1].items(), key=str)), []).append(number)
         for numbers in alike.values():
-            asked = requests[numbers[0]].args[1]
-            new, stop, settings = self._settings(asked)
+            new, stop, settings = self._settings(requests[numbers[0]].args[1])
             room = self.max_length - new
             if room < 1:
                 raise UserError(f"max_gen_toks={new}: the model has {self.max_length} positions; ask for fewer tokens")
@@ -199,7 +194,6 @@ class KeyholeLM(TemplateLM):
         stop = [word for word in dict.fromkeys([*stop, end]) if word]
         counts = [settings.pop(name) for name in COUNTS if settings.get(name) is not None]
         settings = {name: value for name, value in settings.items() if name not in COUNTS}
-        temperature = float(settings.get("temperature") or 0.0)
-        if not settings.setdefault("do_sample", temperature > 0):
+        if not settings.setdefault("do_sample", float(settings.get("temperature") or 0.0) > 0):
             settings["temperature"] = None
         return int(counts[0] if counts else NEW_TOKENS), stop, settings

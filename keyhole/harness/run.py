@@ -19,7 +19,6 @@ from keyhole.errors import UserError
 
 
 def require() -> None:
-    """UserError if the harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--harness: the package lm_eval is not installed: pip install lm_eval")
 

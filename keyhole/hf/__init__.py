@@ -6,9 +6,6 @@ arguments.py   KeyholeArguments: TrainingArguments with method, placement and bu
                method that they ask for
 refusals.py    unsupported arguments, with the reasons
 checkpoints.py the method's state in a Trainer's checkpoint, and its name in the model card
-
-The loop is the Trainer's own, so callbacks, logging, schedules, evaluation, saving and resuming work as in the Trainer.
-This is the top layer: nothing else in keyhole imports it.
 """
 
 from typing import TYPE_CHECKING, Any

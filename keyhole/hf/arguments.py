@@ -113,7 +113,7 @@ def load_model(source: object, asked: Wanted, args: TrainingArguments) -> Model:
         return source
     if not isinstance(source, str | Path | PretrainedConfig):
         path = getattr(source, "name_or_path", None)
-        instead = f"give its name, {path!r}" if path else "give a directory or hub id"
+        instead = f"give its name, {path!r}" if path else "give a directory, a hub id, a config"
         raise UserError(
             f"model: found a {type(source).__name__}; {instead}, or what keyhole.load returns: keyhole reads the "
             "weights itself, directly into host memory or onto the GPU"
@@ -137,7 +137,6 @@ def load_model(source: object, asked: Wanted, args: TrainingArguments) -> Model:
 
 
 def make_method(model: Model, asked: Wanted, args: TrainingArguments) -> Method:
-    """The method with the settings of the arguments."""
     torch.manual_seed(args.seed)
     method: Method = asked.row.load()(model, args.learning_rate, **vars(asked.own))
     return method

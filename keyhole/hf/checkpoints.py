@@ -7,9 +7,6 @@
                                                             the files above
                     rng_state.pth, trainer_state.json       the Trainer's, written last
 
-The directory may hold files already: those of an earlier checkpoint of this step, which are replaced, and the Trainer's
-mark of a checkpoint that it began after a signal (enable_jit_checkpoint), which it removes at the end.
-
 A checkpoint is verified before anything of it is loaded, so a run that cannot go on is refused with its weights as they
 were, and a best checkpoint that is damaged leaves the last weights as they are. The Trainer writes a checkpoint under
 its final name, so a killed process may leave an incomplete one: `resume_from_checkpoint=True` passes over it. keyhole
@@ -24,9 +21,10 @@ import re
 import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer import SCHEDULER_NAME
 
 from keyhole import __version__
@@ -51,20 +49,19 @@ OPTIMIZER = re.compile(r"^- optimizer: .*$", re.MULTILINE)  # in the model card
 MARK = "checkpoint-is-incomplete.txt"  # the Trainer's, of a checkpoint that a signal asked for
 
 
-class Scheduler(Protocol):
-    """The Trainer's."""
-
-    def state_dict(self) -> dict[str, object]: ...
-    def load_state_dict(self, state: dict[str, object]) -> None: ...
-
-
 def trained_names(model: Model) -> list[str]:
     """The parameters that a method will train which is made now."""
     return sorted({tensor.name for tensor in model.layout.tensors if tensor.param.requires_grad})
 
 
 def save(
-    directory: Path, method: Method, scheduler: Scheduler, step: int, asked: Wanted, trained: list[str], tokenizer: Any
+    directory: Path,
+    method: Method,
+    scheduler: LRScheduler,
+    step: int,
+    asked: Wanted,
+    trained: list[str],
+    tokenizer: Any,
 ) -> None:
     """Writes the scheduler, the state, the method's own settings, the names of what it was made to train, and the
     checksums of the files that are there by then: the model's (with this tokenizer) and the scheduler's."""
@@ -163,14 +160,13 @@ def _check_last(directory: Path) -> None:
 
 
 def load_method(directory: Path, state: State, method: Method) -> None:
-    """Loads the method's state, of a checkpoint that was verified."""
     try:
         method.load_state_dict(method_state(directory, state))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"resume_from_checkpoint: the state in {directory} does not fit this run: {error}") from error
 
 
-def load_rate(directory: Path, state: State, method: Method, scheduler: Scheduler, asked: float) -> None:
+def load_rate(directory: Path, state: State, method: Method, scheduler: LRScheduler, asked: float) -> None:
     """Loads the scheduler, and the rate of the next step: the scheduler's, or what a callback had set. Warns that the
     schedule goes on from the checkpoint's rate, as the Trainer's does, if the arguments have another. (The shape of the
     schedule is that of the arguments.)"""
@@ -188,7 +184,6 @@ def load_rate(directory: Path, state: State, method: Method, scheduler: Schedule
 
 
 def load_weights(directory: Path, model: Model) -> None:
-    """Reads the weights of a checkpoint into the model, in place."""
     model.apply_deferred()
     model.engine.wait_for_homes()
     try:
@@ -201,9 +196,7 @@ def load_weights(directory: Path, model: Model) -> None:
 
 
 def state_method(card: Path, asked: Wanted, model: Model) -> None:
-    """Replaces the line about the optimizer, if the card has one."""
     settings = f", settings {json.dumps(asked.settings)}" if asked.settings else ""
     where = "streamed from host memory" if model.engine.streamed else "resident"
     line = f"- method: {asked.method} (keyhole {__version__}; {NAMES[model.dtype]}, {where}){settings}"
-    text = card.read_text(encoding="utf-8")
-    card.write_text(OPTIMIZER.sub(lambda found: line, text), encoding="utf-8")
+    card.write_text(OPTIMIZER.sub(lambda found: line, card.read_text(encoding="utf-8")), encoding="utf-8")

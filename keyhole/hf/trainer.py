@@ -74,8 +74,6 @@ class KeyholeMixin(Base):
         refusals.check(args, asked.row, asked.own, options, wire=asked.wire, placement=asked.placement)
         refusals.warn_of_rate(args, asked.row, asked.own, model)
         args._n_gpu = min(1, args.n_gpu)  # one GPU, even if several are visible: nothing is replicated
-        if model is None:
-            raise UserError("model: give a directory, a hub id, a config, or what keyhole.load returns")
         self.keyhole = load_model(model, asked, args)
         refusals.check_bf16(args, NAMES[self.keyhole.dtype])
         if options.get("processing_class") is None and "tokenizer" not in options:

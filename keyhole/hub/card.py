@@ -15,17 +15,20 @@ from pathlib import Path
 
 from keyhole.config import TrainConfig, load_config
 from keyhole.config.fields import sections, settings
+from keyhole.config.rules import as_list
 from keyhole.config.types import dump, to_dict
 from keyhole.data.opened import kind_of
 from keyhole.disk.json_text import Json, read_json
-from keyhole.errors import UserError
+from keyhole.errors import UserError, as_user_error
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import has_adapter, names_classifier
 from keyhole.model.weights.small_files import CARD
 from keyhole.report.entries import Entry, is_test, read_metrics
 
-NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
-NOT_TOLD |= {"train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template"}
+NOT_TOLD = {
+    "model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache",
+    "train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template",
+}  # fmt: skip
 MOST_BYTES = 2**22
 FOLDERS = re.compile(r"[^+]*/")  # of `/home/me/a.jsonl+b.jsonl[:50%]`
 HUB_ID, CHECKPOINT = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}"), re.compile(r"checkpoint-(\d+)")
@@ -56,7 +59,6 @@ def card(directory: Path, name: str) -> str:
 
 
 def _entries(path: Path, last: int | None) -> list[Entry]:
-    """The entries of run/metrics.jsonl, up to a step."""
     kept = [entry for entry in read_metrics(path) if last is None or entry["step"] <= last]
     if not any("loss" in entry for entry in kept):
         raise UserError(f"{path} holds no step of the run")
@@ -68,12 +70,10 @@ def _machine(path: Path) -> str:
     if not path.exists():
         return ""
     found = read_json(path, "run", MOST_BYTES)
-    versions, gpus, cpu = (found.get(key, kind()) for key, kind in (("versions", dict), ("gpus", list), ("cpu", dict)))
-    if not isinstance(versions, dict) or not isinstance(gpus, list) or not isinstance(cpu, dict):
-        raise UserError(f"{path} holds no versions and devices")
-    named = [each["name"] for each in (gpus or [cpu]) if isinstance(each, dict) and isinstance(each.get("name"), str)]
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return f"## Versions and hardware\n\n{listed}; {', '.join(named)}" if listed or named else ""
+    with as_user_error(f"{path} holds no versions and devices"):
+        named = ", ".join(str(each["name"]) for each in (found["gpus"] or [found["cpu"]]))
+        listed = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
+    return f"## Versions and hardware\n\n{listed}; {named}"
 
 
 def _metadata(name: str, config: TrainConfig | None, model: Json, entries: list[Entry]) -> Json:
@@ -83,11 +83,11 @@ def _metadata(name: str, config: TrainConfig | None, model: Json, entries: list[
         return found | {"tags": ["keyhole"]}
     if base := hub_id(config.model):
         found["base_model"] = base
-    if data := [hub for source in _listed(config.train_data) if (hub := hub_id(source))]:
+    if data := [hub for source in as_list(config.train_data) if (hub := hub_id(source))]:
         found["datasets"] = data
     found["tags"] = ["keyhole", config.method]
     tests = [entry for entry in entries if is_test(entry)]
-    tasks = [Path(task).stem for task in _listed(config.task)]
+    tasks = [Path(task).stem for task in as_list(config.task)]
     metrics = [
         {"type": key.removeprefix("test_"), "value": round(value, 4)}
         for key, value in (tests[-1] if tests else {}).items()
@@ -116,10 +116,10 @@ def _training(config: TrainConfig, model: Json, entries: list[Entry]) -> str:
         f"- method: `{config.method}`, {steps:,} steps of {rows:,} rows",
         f"- learning rate: {f'{peak:g}' if isinstance(peak, float | int) else peak}, {config.lr_scheduler_type}",
     ]
-    if tasks := _listed(config.task):
+    if tasks := as_list(config.task):
         lines.append(f"- tasks: {', '.join(f'`{Path(task).name}`' for task in tasks)}")
     for sources, title in ((config.train_data, "trained on"), (config.eval_data, "evaluated on")):
-        if named := [f"`{_told(source)}`" for source in _listed(sources)]:
+        if named := [f"`{_told(source)}`" for source in as_list(sources)]:
             lines.append(f"- {title}: {', '.join(named)}")
     over = config.train_on if config.task is None else config.loss
     lines.append(f"- loss over: {'labels' if names_classifier(model) else over}")
@@ -127,7 +127,6 @@ def _training(config: TrainConfig, model: Json, entries: list[Entry]) -> str:
 
 
 def _figures(entries: list[Entry]) -> str:
-    """The loss at both ends, the last evaluation, and the tests."""
     losses = [entry["loss"] for entry in entries if entry.get("loss") is not None]
     if not losses:
         return ""
@@ -158,19 +157,17 @@ def _settings(config: TrainConfig) -> str:
 def _use(name: str, model: Json, adapted: bool) -> str:
     """How to load it. adapted: adapters were learned beside the weights, which a plain load leaves out."""
     task = "AutoModelForSequenceClassification" if names_classifier(model) else "AutoModelForCausalLM"
-    lines = ["from peft import PeftModel"] if adapted else []
-    lines += [f"from transformers import {task}, AutoTokenizer", ""]
-    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")', f'model = {task}.from_pretrained("{name}")']
-    lines += [f'model = PeftModel.from_pretrained(model, "{name}", subfolder="adapter")'] if adapted else []
+    lines = [
+        *(["from peft import PeftModel"] if adapted else []),
+        f"from transformers import {task}, AutoTokenizer\n",
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        f'model = {task}.from_pretrained("{name}")',
+        *([f'model = PeftModel.from_pretrained(model, "{name}", subfolder="adapter")'] if adapted else []),
+    ]
     return "\n".join(["## Use", "", "```python", *lines, "```"])
 
 
-def _listed(value: str | list[str] | None) -> list[str]:
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
 def hub_id(source: object) -> str | None:
-    """The source, if it is a hub id and not a path."""
     if not isinstance(source, str) or not HUB_ID.fullmatch(source) or source.startswith("."):
         return None
     return None if Path(source).exists() or kind_of(Path(source)) else source

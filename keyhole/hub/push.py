@@ -38,7 +38,6 @@ NAME = re.compile(r"([\w.-]{1,96}/)?[\w.-]{1,96}")
 
 
 def check_id(name: str, key: str = "hub_model_id") -> None:
-    """Refuses invalid names of repositories."""
     if not NAME.fullmatch(name) or "--" in name or ".." in name:
         raise UserError(f"{key}: {name!r} is no name of a model on the hub; it looks like you/model, or model")
 
@@ -82,7 +81,6 @@ def check(directory: str | Path) -> None:
 
 
 def text_of_card(directory: Path, name: str) -> str:
-    """The user's own card, or a generated one."""
     own = directory / CARD
     if own.exists():
         try:
@@ -122,13 +120,12 @@ def push(
     total = sum(path.stat().st_size for path in files.values())
     say(f"pushing {len(files) + 1} files, {total / 2**30:.2f} GiB, to {name}{'; '.join(['', *left])}")
     with _asking(name):
-        there = api.list_repo_files(name)
-        stale = [file for file in there if STALE.fullmatch(file) and file not in files]
+        stale = [file for file in api.list_repo_files(name) if STALE.fullmatch(file) and file not in files]
+        contents[CARD] = text_of_card(place, name).encode()
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(file, sent) for file, sent in contents.items()
+            *(CommitOperationAdd(file, sent) for file, sent in contents.items()),
+            *map(CommitOperationDelete, stale),
         ]
-        operations += [CommitOperationAdd(CARD, text_of_card(place, name).encode())]
-        operations += [CommitOperationDelete(file) for file in stale]
         api.create_commit(name, operations, commit_message=f"Model trained with keyhole {keyhole.__version__}")
     return f"{api.endpoint}/{name}"
 

@@ -77,7 +77,6 @@ class Setting:
             yield
 
     def wanted(self) -> Any:
-        """The value for the holders that there are."""
         return next(reversed(self.holders.values()), self.before)
 
     def _change(self) -> None:
@@ -97,7 +96,6 @@ class Changes(ExitStack):
 
 @cache
 def attribute(owner: Any, name: str) -> Setting:
-    """An attribute of a class or module as a setting."""
     return Setting(lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
 
 

@@ -1,7 +1,5 @@
 """Host memory and cores that this process can actually use, and the versions of what is installed.
 
-    host_memory() -> total, available, limit     bytes
-
 In a container the limit is that of the control group, which is reached long before the machine is full: the process is
 then killed with exit -9 and no message. So the limits of all groups above the process are read (both versions of the
 control group file system), and "available" is the memory that can be used without swapping or being killed:
@@ -98,7 +96,6 @@ def cpu_has_bf16(proc: Path = Path("/proc")) -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions; None = not installed."""
     found: dict[str, str | None] = {"keyhole": keyhole.__version__, "python": platform.python_version()}
     return found | {name: installed_version(name) for name in PACKAGES}
 

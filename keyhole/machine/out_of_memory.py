@@ -43,5 +43,4 @@ def out_of_memory(error: BaseException | None) -> str | None:
 
 def cannot_map(error: BaseException) -> bool:
     """Whether the system had no memory, or no addresses, for a file, a library or a process."""
-    by_number = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return by_number or MAPPED.search(str(error)) is not None
+    return (isinstance(error, OSError) and error.errno == errno.ENOMEM) or MAPPED.search(str(error)) is not None

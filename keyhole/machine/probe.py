@@ -22,7 +22,6 @@ LINK_PROBE_BYTES = 64 * 2**20
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, memory and capability of every visible CUDA device."""
     rows = []
     for index in range(accelerator.device_count()):
         p = accelerator.get_device_properties(index)
@@ -64,7 +63,6 @@ def link_speed(rounds: int = 16) -> dict[str, float]:
 
 
 def triton_state() -> str:
-    """Whether Triton kernels will be used, or why not."""
     if installed_version("triton") is None:
         return "the PyTorch references are used"
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,16 +1,13 @@
 """The speed of a machine, in the few numbers that determine the time of a training step.
 
-    products        FLOP/s of 16-bit matrix products, by the number of rows (tokens): with few rows a GPU is slower.
-                    Between two known numbers of rows the rate is interpolated, outside it is that of the nearest.
-    device_memory   bytes/s that elementwise kernels read and write
-    up, down, both  bytes/s of page-locked copies over the link: each way alone, and each way while both run
-    host_memory     bytes/s that the CPU's threads read and write in host memory
-    adam            parameters/s of AdamW on fp32 state in host memory (28 bytes each: ops/adam.py)
-    called          seconds of the host for one operation in a block's forward pass, called from Python: its modules and
-                    autograd's record of it included
-
-They are measured (plan/measure.py) or estimated from data sheets (plan/seconds.py); `measured` says which. This file
-does not import torch.
+products        FLOP/s of 16-bit matrix products, by the number of rows (tokens): with few rows a GPU is slower.
+                Between two known numbers of rows the rate is interpolated, outside it is that of the nearest.
+device_memory   bytes/s that elementwise kernels read and write
+up, down, both  bytes/s of page-locked copies over the link: each way alone, and each way while both run
+host_memory     bytes/s that the CPU's threads read and write in host memory
+adam            parameters/s of AdamW on fp32 state in host memory (28 bytes each: ops/adam.py)
+called          seconds of the host for one operation in a block's forward pass, called from Python: its modules and
+                autograd's record of it included
 """
 
 from bisect import bisect_left
@@ -45,7 +42,6 @@ class Rates:
     called: float = CALLED
 
     def products_at(self, rows: int, itemsize: int = 2) -> float:
-        """FLOP/s of products with this number of rows."""
         known = sorted(self.products)
         place = bisect_left(known, rows)
         if place == 0 or place == len(known):
@@ -70,7 +66,6 @@ class Rates:
         return replace(self, up=rate, down=rate, both=rate * share)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return asdict(self) | {"products": {str(rows): rate for rows, rate in self.products.items()}}
 
     @classmethod
@@ -87,7 +82,6 @@ class Rates:
         return cls(**values)
 
     def lines(self) -> list[str]:
-        """Readable lines."""
         where = f"{self.gpu_bytes / GIB:.0f} GiB GPU, " if self.gpu_bytes else "no GPU, "
         best = max(self.products.values()) / 1e12
         link = f"link {self.up / 1e9:.0f} GB/s up, {self.down / 1e9:.0f} down, {self.both / 1e9:.0f} each way at once; "

@@ -113,13 +113,11 @@ def allocator() -> Setting:
 
 
 def compiler(module: str, name: str) -> Setting:
-    """A setting of the compiler: `name` in `module`.config."""
     return attribute(import_module(f"{module}.config"), name)
 
 
 @cache
 def progress_bars() -> Setting:
-    """Whether Hugging Face shows progress bars."""
     from transformers.utils import logging
 
     return Setting(

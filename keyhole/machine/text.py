@@ -1,16 +1,13 @@
 """Makes text from files safe to print: a terminal must show it, never interpret it.
 
-A column name, a file name, a key or a template's error may contain escape sequences, which move the cursor, rename the
-window, or hide earlier output. It may also be a megabyte long. So all printed text passes through one of these:
-
-    printable(text)         one line: characters that are not printable become escapes (`\\x1b`), cut at a limit (that
-                            of errors.py keeps the lines of a message)
-    without_controls(text)  a text of many lines (an answer): control characters other than line breaks and tabs removed
-    duration(seconds)       a readable time
-    counted(number, noun)   `1 row`, `2,000 rows`
-    aligned(rows)           the lines of a table
-    markdown(header, rows)  the same in Markdown
-    last_parts(paths)       names of paths
+printable(text)         one line: characters that are not printable become escapes (`\\x1b`), cut at a limit (that
+                        of errors.py keeps the lines of a message)
+without_controls(text)  a text of many lines (an answer): control characters other than line breaks and tabs removed
+duration(seconds)       a readable time
+counted(number, noun)   `1 row`, `2,000 rows`
+aligned(rows)           the lines of a table
+markdown(header, rows)  the same in Markdown
+last_parts(paths)       names of paths
 """
 
 import re

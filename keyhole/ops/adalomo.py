@@ -101,7 +101,6 @@ def moved(w_fp32, c_ptr, mask, u, a, wd):
 
 
 def vector_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
-    """The formulas above, in order."""
     g = scaled_reference(grad, rule.scale)
     square = g.square()
     total = square.sum()
@@ -167,7 +166,6 @@ def _vector_kernel(
 
 
 def vector_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
-    """The same by kernel."""
     tensors = (w, how.compensation, grad, state["v"], rule.scale, rule.sum_squares, rule.bad, how.changed)
     rates = (rule.lr, rule.beta, rule.weight_decay, rule.eps1, rule.eps2, rule.clip_threshold)
     flags = {"STOCHASTIC": how.is_stochastic(w.dtype), "SPAN": SPAN, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
@@ -190,7 +188,6 @@ def adalomo_state(shape: torch.Size | tuple[int, ...], device: torch.device | st
 
 
 def matrix_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
-    """The formulas above, in order."""
     g = scaled_reference(grad, rule.scale)
     square = g.square()
     total = square.sum()
@@ -312,7 +309,6 @@ def _update_kernel(
 
 
 def matrix_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
-    """The same by kernels."""
     (R, C), n, row, col = w.shape[-2:], w.numel(), state["row"], state["col"]
     E, tiles_R, tiles_C = n // (R * C), -(-R // ROWS), -(-C // COLUMNS)
     tiles = E * tiles_R * tiles_C
@@ -379,7 +375,6 @@ def adalomo_update_(
     The other arguments are those of sgd_update_. If grad * scale has an inf or a nan, bad is set to 1 and weights,
     compensation and state stay unchanged; sum_squares is then inf or nan.
     """
-    assert t >= 1, t
     how = Store(rounding, compensation, offset, seed, step, changed)
     how.check(w, grad)
     assert all(s.dtype == torch.float32 and s.is_contiguous() and s.device == w.device for s in state.values())

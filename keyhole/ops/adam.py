@@ -73,8 +73,10 @@ def host_adamw_(
     chunk = scratch.numel()
     count = [torch.tensor(float(step))]
     divisor = None if clip == 1.0 else torch.tensor(1.0 / clip)
-    how: dict[str, Any] = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    how |= {"amsgrad": False, "maximize": False, "grad_scale": divisor, "found_inf": None}
+    how: dict[str, Any] = {
+        "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay,
+        "amsgrad": False, "maximize": False, "grad_scale": divisor, "found_inf": None,
+    }  # fmt: skip
     pieces = (flat.split(chunk) for flat in (master, exp_avg, exp_avg_sq, grad, grad if weight is None else weight))
     for w, m, v, g, out in zip(*pieces, strict=True):
         cast = g if g.dtype == torch.float32 else scratch[: g.numel()].copy_(g)

@@ -97,7 +97,6 @@ class RunningChoice(RunningNLL):
 
 
 def _add_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -> None:
-    """The formulas above."""
     logits_NR = logits_NR.float()
     max_N = torch.maximum(state.max_N, logits_NR.amax(dim=1))
     local_N = state.targets_N - first_row

@@ -22,9 +22,6 @@ so (GGUF's Q4_1, AWQ, asymmetric GPTQ); nothing is rounded to it here:
     int4    w = s q + m      q in 0 .. 15         0.625 bytes per element: float16, G = 32, or float32, G = 64
 
     scales   [n / G, 2], flat: s and m of each group
-
-Bytes moved: encoding reads 4 bytes per element and writes the above, decoding the reverse, 2.5 bytes per element from
-int4 to bfloat16: at 4 TB/s a block of 218 million parameters is unpacked in 0.14 ms.
 """
 
 from dataclasses import dataclass
@@ -32,7 +29,6 @@ from typing import Any
 
 import torch
 
-from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.rounding.round import round_nearest
 
@@ -61,10 +57,6 @@ class Grid:
     group: int = GROUP
     scales: str = "float16"
     offset: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.name in KINDS and self.group in (32, 64) and self.scales in ("float16", "float32"), self
-        assert self.name == "int4" or not self.offset, self
 
     @property
     def kind(self) -> int:
@@ -117,7 +109,6 @@ def scales_reference(w_GE: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 def lowbit_encode_reference_(w: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, grid: Grid) -> None:
-    """Chunk by chunk."""
     for begin in range(0, w.numel(), CHUNK):
         w_GE = w[begin : begin + CHUNK].view(-1, grid.group)
         n, first = w_GE.numel(), begin // grid.group
@@ -140,7 +131,6 @@ def lowbit_encode_reference_(w: torch.Tensor, codes: torch.Tensor, scales: torch
 
 
 def lowbit_decode_reference(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, grid: Grid) -> None:
-    """Chunk by chunk."""
     for begin in range(0, out.numel(), CHUNK):
         part = out[begin : begin + CHUNK]
         n = part.numel()
@@ -265,7 +255,6 @@ def _check(codes: torch.Tensor, scales: torch.Tensor, flat: torch.Tensor, grid: 
     assert flat.dim() == 1 and all(t.is_contiguous() for t in (codes, scales, flat)), (flat.shape, codes.shape)
     assert codes.dtype == torch.uint8 and codes.shape == (grid.code_bytes(flat.numel()),), codes.shape
     assert scales.dtype == grid.scale_dtype and scales.shape == (grid.scale_count(flat.numel()),), scales.shape
-    assert codes.device == scales.device == flat.device, (codes.device, flat.device)
 
 
 def lowbit_encode_(w: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, grid: Grid) -> None:
@@ -280,7 +269,6 @@ def lowbit_encode_(w: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, g
 def lowbit_decode(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, grid: Grid) -> None:
     """out <- the weights. out: flat [n], float32, bfloat16 or float16 (one rounding, to nearest)."""
     _check(codes, scales, out, grid)
-    assert out.dtype in DTYPES, out.dtype
     if not use_kernel(out.device) or out.numel() == 0:
         return lowbit_decode_reference(codes, scales, out, grid)
     _launch(_decode_kernel, (codes, scales, out), out, grid, {"OFFSET": grid.offset})

@@ -73,7 +73,6 @@ def scale_or_one(scale_ptr):
 
 
 def sum_squares_reference_(grad: torch.Tensor, rule: Rule, offset: int) -> None:
-    """Chunk by chunk."""
     for part in chunks(offset, grad.numel()):
         g = scaled_reference(grad[part], rule.scale)
         if rule.sum_squares is not None:
@@ -83,7 +82,6 @@ def sum_squares_reference_(grad: torch.Tensor, rule: Rule, offset: int) -> None:
 
 
 def sgd_update_reference_(w: torch.Tensor, grad: torch.Tensor, c: torch.Tensor | None, rule: Rule, how: Store) -> None:
-    """Chunk by chunk."""
     if rule.sum_squares is not None or rule.bad is not None:
         sum_squares_reference_(grad, rule, how.offset)
     which: dict[str, Any] = {"seed": how.seed, "step": int(how.step), "device": w.device}

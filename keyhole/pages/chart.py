@@ -6,12 +6,6 @@ The smoothed value at i is the mean of the points within `reach` of i, fewer at 
 starts from an invented value:
 
     s_i = mean(y_j : |i - j| <= min(reach, i, n - 1 - i))
-
-The y axis spans the curves and need not include 0: accuracies are between chance and 100. Faint lines are clipped.
-
-Names are a list below the plot, in the order of the curves' ends; ticks keep a minimum distance. Text sizes are those
-of frame.py. Colours are CSS classes of the page (`c0` strokes, `f0` fills), so a chart follows the light and dark
-themes.
 """
 
 import math
@@ -19,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import accumulate
+from operator import sub
 
 from keyhole.pages.frame import dot
 
@@ -66,8 +61,6 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 class Axes:
-    """Maps data to pixels."""
-
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
@@ -84,14 +77,6 @@ class Axes:
         value = min(max(value, self.low_y), self.high_y)
         return self.bottom - (value - self.low_y) / (self.high_y - self.low_y) * (self.bottom - TOP)
 
-    def x_ticks(self) -> list[float]:
-        """Numbers under the plot, with a minimum distance."""
-        kept: list[float] = []
-        for value in ticks(0.0, self.high_x):
-            if not kept or self.x(value) - self.x(kept[-1]) >= TICK_GAP:
-                kept.append(value)
-        return kept
-
 
 def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, baseline: float | None = None) -> str:
     """An <svg> element, and the names of its curves. baseline: a dashed line, for the model before training."""
@@ -104,13 +89,12 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
     if baseline is not None:
         at = f"{axes.y(baseline):.1f}"
         body.append(f'<line class="base" x1="{LEFT}" x2="{axes.right}" y1="{at}" y2="{at}"/>')
-    body += [_band(axes, each) for each in series if each.low != each.high]
+    raw = '<polyline class="raw c{}" points="{}"/>'
     body += [
-        f'<polyline class="raw c{each.colour}" points="{_points(axes, each.x, each.faint)}"/>'
-        for each in series
-        if len(each.faint) > 1
+        *(_band(axes, each) for each in series if each.low != each.high),
+        *(raw.format(each.colour, _points(axes, each.x, each.faint)) for each in series if len(each.faint) > 1),
+        *(_curve(axes, each) for each in series),
     ]
-    body += [_curve(axes, each) for each in series]
     if baseline is not None:  # after the curves, so that none is drawn through it
         body.append(f'<text class="tick over" x="{LEFT + 4}" y="{axes.y(baseline) - 4:.1f}">before training</text>')
     names = "".join(
@@ -125,26 +109,24 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
 def _grid(axes: Axes, x_label: str, y_label: str) -> list[str]:
     bottom, right, parts = axes.bottom, axes.right, []
     values = ticks(axes.low_y, axes.high_y)
-    digits = _digits(values)
+    step, largest = min(map(sub, values[1:], values), default=0.0), max(map(abs, values), default=0.0)
+    digits = 4  # at least; as many as distinguish neighbours
+    if step > 0 and largest > 0:
+        digits = min(8, max(4, 2 + math.ceil(math.log10(largest / step))))
     for value in values:
         y = axes.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.{digits}g}</text>')
-    for value in axes.x_ticks():
-        x = f"{axes.x(value):.1f}"
-        parts.append(f'<text class="tick" x="{x}" y="{bottom + 20}" text-anchor="middle">{value:g}</text>')
+    last = -math.inf
+    for value in ticks(0.0, axes.high_x):
+        if axes.x(value) - last >= TICK_GAP:
+            last = axes.x(value)
+            parts.append(f'<text class="tick" x="{last:.1f}" y="{bottom + 20}" text-anchor="middle">{value:g}</text>')
     middle = (LEFT + right) / 2
     parts.append(f'<text class="axis" x="{middle:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     turned = f"translate(14 {(TOP + bottom) / 2:.1f}) rotate(-90)"
     parts.append(f'<text class="axis" transform="{turned}" text-anchor="middle">{escape(y_label)}</text>')
     return parts
-
-
-def _digits(values: Sequence[float]) -> int:
-    """The number of digits that distinguishes neighbours."""
-    step = min((b - a for a, b in zip(values, values[1:], strict=False)), default=0.0)
-    largest = max(map(abs, values), default=0.0)
-    return min(8, max(4, 2 + math.ceil(math.log10(largest / step)))) if step > 0 and largest > 0 else 4
 
 
 def _points(axes: Axes, x: Sequence[float], y: Sequence[float]) -> str:

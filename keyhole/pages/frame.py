@@ -42,7 +42,6 @@ def section(title: str, body: str, note: str = "", level: int = 2) -> str:
 
 
 def details(summary: str, body: str) -> str:
-    """What a reader may unfold."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
 
 
@@ -59,7 +58,6 @@ def th(text: str, kind: str = "", unit: str | None = None) -> str:
 
 
 def td(text: str, kind: str = "") -> str:
-    """A cell."""
     return f"<td{_class(kind)}>{escape(text)}</td>"
 
 
@@ -76,7 +74,6 @@ def dot(colour: int) -> str:
 
 
 def bar(colour: int, percent: float, more: str = "") -> str:
-    """A bar of this length."""
     fill = f"<span class='fill b{colour}' style='width:{percent:.1f}%'></span>"
     return f"<td><span class='wide'>{fill}{more}</span></td>"
 

@@ -9,8 +9,6 @@ failures.py   an error on one rank ends all of them, and is reported once; one t
 
 Rank 0 is the *leader*: it prints, logs, decides and saves. Numbers of several ranks are gathered, never reduced: every
 rank then sums them itself, in the order of ranks, so that all ranks have the same bits, and the same as one process.
-
-Only group.py and join.py use torch.distributed, and they are imported only if torchrun has started several processes.
 """
 
 from keyhole.ranks.single import Ranks

@@ -152,8 +152,7 @@ class Failures:
 
     def _silent(self) -> list[int]:
         """The ranks without a heartbeat within the limit."""
-        now = time.monotonic()
-        return [rank for rank, (_, at) in self.counters.items() if now - at > self.limit_s]
+        return [rank for rank, (_, at) in self.counters.items() if time.monotonic() - at > self.limit_s]
 
     def _beat(self) -> None:
         beats, store = 0, None
@@ -217,6 +216,5 @@ def is_running(pid: int) -> bool:
 
 
 def end(text: str) -> None:
-    """Prints a message and ends the process, from any thread."""
     os.write(2, text.encode(errors="backslashreplace"))
     os._exit(1)

@@ -6,9 +6,6 @@ every rank computes sums itself, in the order of ranks.
 
 Collectives have no time limit of their own (DAY): a leader may save for an hour while the others wait. Dead ranks are
 detected in other ways: a closed connection, or no heartbeat for limit_s (failures.py).
-
-Bytes per rank: gather of n bytes sends and receives (N - 1) n; gather_into and sum_of_parts of a whole of n bytes
-(N - 1) / N n each, sum both. A small collective takes two to three network round trips.
 """
 
 import os
@@ -98,7 +95,6 @@ class Group(Ranks):
             self.failures.waiting_since = None
 
     def set_limit(self, limit_s: float) -> None:
-        """Seconds without a heartbeat after which a rank counts as dead."""
         self.limit_s = limit_s
         self.failures.set_limit(limit_s)
 

@@ -20,15 +20,9 @@ from keyhole.errors import UserError
 from keyhole.ranks.single import Ranks
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LAUNCHERS = (
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-)  # mpirun, its kin, srun: processes of one start
 
 
 def size() -> int:
-    """The number of processes that were started together."""
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ and _number("WORLD_SIZE") > 1:
@@ -45,22 +39,12 @@ def size() -> int:
     return count
 
 
-def others_launched() -> str | None:
-    """The variable of a launcher that starts several processes and is not torchrun: they do not know each other."""
-    if not all(name in os.environ for name in NEEDED):
-        for name in LAUNCHERS:
-            if os.environ.get(name, "").isdigit() and int(os.environ[name]) > 1:
-                return f"{name}={os.environ[name]}"
-    return None
-
-
 def follows() -> bool:
     """Whether another process of the same run, the leader, prints."""
     return size() > 1 and os.environ["RANK"] != "0"
 
 
 def refuse_several(verb: str) -> None:
-    """UserError for commands that need a single process."""
     if size() > 1:
         raise UserError(f"{verb} runs in one process: start it without torchrun (WORLD_SIZE is {size()})")
 

@@ -34,7 +34,6 @@ class Ranks:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank prints, logs and saves."""
         return self.rank == 0
 
     @property
@@ -91,11 +90,9 @@ class Ranks:
         """Seconds without a heartbeat after which a rank counts as dead."""
 
     def device(self, asked: str | None) -> str | None:
-        """The device of this rank, if the config asks for `asked`."""
         return asked
 
     def describe(self, device: Any) -> list[str]:
-        """Lines of the start block; called by all ranks."""
         return []
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ from keyhole.report.story import METRICS, PAGE, View
 COLUMNS = ("run", "method", "model", "state", "steps", "loss", "dev", "test", "tokens/s", "GPU GiB", "time")
 LEFT = {0, 1, 2, 3}  # columns of text
 MOST_CHARTS, MOST_VALUE = 8, 120
-UNTOLD = {"output_dir"}
 NO_METRICS = ("eval_tokens", "eval_rows", "eval_questions")
 
 
@@ -58,7 +57,6 @@ def table(views: Sequence[View]) -> list[str]:
 
 
 def _kept(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The columns that hold anything."""
     return [i for i in range(len(COLUMNS)) if i < 2 or any(row[i] != "-" for row in rows)]
 
 
@@ -112,9 +110,11 @@ def _charts(views: Sequence[View], colours: dict[str, int], along: Along) -> str
     metrics = [name for name in evaluated if name.startswith("eval_") and name not in NO_METRICS]
     first = [name for name in ("learning_rate", "tokens_per_second", "gpu_gib") if name in stepped]
     rest = [name for name in stepped if name not in (*first, "loss", "host_gib")]
-    figures = [("loss", "loss", Along.of_steps)]
-    figures += [(f"dev {name.removeprefix('eval_')}", name, Along.of_evaluations) for name in metrics]
-    figures += [(LABELS.get(name, name.replace("_", " ")), name, Along.of_steps) for name in (*first, *rest)]
+    figures = [
+        ("loss", "loss", Along.of_steps),
+        *((f"dev {name.removeprefix('eval_')}", name, Along.of_evaluations) for name in metrics),
+        *((LABELS.get(name, name.replace("_", " ")), name, Along.of_steps) for name in (*first, *rest)),
+    ]
     drawn = []
     for label, number, draw in figures:
         lines = [line for view in views for line in draw(along, view.curves, number, view.name, colours[view.name])]
@@ -130,7 +130,7 @@ def _differences(views: Sequence[View], colours: dict[str, int]) -> str:
         for key, value in view.settings.items():
             inner = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {}
             flat[-1] |= inner if isinstance(value, dict) else {str(key): value}
-    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if key not in UNTOLD]
+    keys = [key for key in dict.fromkeys(key for each in flat for key in each) if key != "output_dir"]
     differ = [key for key in keys if len({repr(each.get(key)) for each in flat}) > 1]
     if not differ or len(views) < 2:
         return ""

@@ -41,8 +41,6 @@ class Point:
 
 @dataclass
 class Curves:
-    """The curves of a run, from its entries."""
-
     points: list[Point] = field(default_factory=list)
     width: int = 1  # steps per point
     evaluations: list[tuple[int, float, dict[str, float]]] = field(default_factory=list)  # step, seconds, numbers
@@ -91,12 +89,10 @@ class Curves:
 
     @property
     def names(self) -> list[str]:
-        """The names of the numbers of steps, in order of appearance."""
         return list(dict.fromkeys(name for point in self.points for name in point.sums))
 
     @property
     def evaluated(self) -> list[str]:
-        """The names of the numbers of evaluations."""
         return list(dict.fromkeys(name for _, _, numbers in self.evaluations for name in numbers))
 
     def mean(self, name: str, over_time: bool) -> tuple[list[float], list[float]]:
@@ -118,12 +114,10 @@ class Curves:
 
     @property
     def pace(self) -> float | None:
-        """Tokens per second of the last steps."""
         return self.late[0] / self.late[1] if self.late is not None and self.late[1] > 0 else None
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds per step of the last steps."""
         return None if self.late is None else self.late[1]
 
     def result(self, kind: str) -> tuple[int, dict[str, float]]:

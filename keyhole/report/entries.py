@@ -10,7 +10,6 @@ MOST_METRICS, MOST_LINE = 2**31, 2**16  # bytes
 
 
 def is_test(entry: Entry) -> bool:
-    """Whether an entry holds the metrics of the test questions."""
     return "test_questions" in entry
 
 

@@ -22,13 +22,14 @@ TRAIN, EVAL = 0, 1  # colours
 EXACT = ("learning_rate",)  # is set, not measured: drawn as it is, without a running mean
 SHOWN_FIRST = ("loss", "learning_rate", "tokens_per_second", "gpu_gib", "host_gib")
 MOST_EXTRA = 6  # charts of a method's own numbers
-LABELS = {"learning_rate": "learning rate", "tokens_per_second": "tokens per second", "grad_norm": "gradient norm"}
-LABELS |= {"projected_grad": "projected gradient", "gpu_gib": "GPU memory, GiB", "host_gib": "host memory, GiB"}
+LABELS = {
+    "learning_rate": "learning rate", "tokens_per_second": "tokens per second", "grad_norm": "gradient norm",
+    "projected_grad": "projected gradient", "gpu_gib": "GPU memory, GiB", "host_gib": "host memory, GiB",
+}  # fmt: skip
 PLAIN = ("loss", "perplexity", "nll")  # not in percent
 
 
 def make_page(view: View) -> str:
-    """The page."""
     story = view.story
     parts = [
         _top(view),
@@ -45,13 +46,15 @@ def make_page(view: View) -> str:
 
 def _top(view: View) -> str:
     story, curves = view.story, view.curves
-    chips = [f"{view.name}/"]
-    chips += [f"began {story.began}"] if story.began else []
-    chips += [f"{curves.tokens:,} tokens"] if curves.tokens else []
-    chips += [f"{curves.pace:,.0f} tokens/s"] if curves.pace else []
-    chips += [f"{curves.step_seconds:.3g} s per step"] if curves.step_seconds else []
-    for name, where in (("gpu_gib", "GPU"), ("host_gib", "host")):
-        chips += [f"{curves.highest[name]:.2f} GiB {where} peak"] if name in curves.highest else []
+    peaks = {where: curves.highest.get(name) for name, where in (("gpu_gib", "GPU"), ("host_gib", "host"))}
+    told = [
+        (story.began, f"began {story.began}"),
+        (curves.tokens, f"{curves.tokens:,} tokens"),
+        (curves.pace, f"{curves.pace or 0:,.0f} tokens/s"),
+        (curves.step_seconds, f"{curves.step_seconds or 0:.3g} s per step"),
+        *((peak is not None, f"{peak or 0:.2f} GiB {where} peak") for where, peak in peaks.items()),
+    ]
+    chips = [f"{view.name}/", *(chip for holds, chip in told if holds)]
     share = 100 * min(1.0, curves.last_step / story.total) if story.total else 0.0
     bar = f"<span class='progress'><span style='width:{share:.1f}%'></span></span>" if story.state == RUNNING else ""
     return header("keyhole train", view.title, lead(view), chips) + bar
@@ -97,7 +100,6 @@ def shown_metrics(numbers: dict[str, float], kind: str) -> str:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a metric is shown unchanged, not in percent."""
     return name.endswith(PLAIN)
 
 
@@ -115,8 +117,7 @@ class Along:
     def of_steps(self, curves: Curves, number: str, name: str, colour: int) -> list[Series]:
         """The curve of a number of steps; none if no step has it."""
         x, y = curves.mean(number, self.unit_s is not None)
-        draw = Series if number in EXACT else noisy
-        return [draw(name, colour, self._scaled(x), y)] if x else []
+        return [(Series if number in EXACT else noisy)(name, colour, self._scaled(x), y)] if x else []
 
     def of_evaluations(self, curves: Curves, number: str, name: str, colour: int) -> list[Series]:
         """The curve of a number of evaluations; none if no evaluation has it."""
@@ -172,5 +173,4 @@ def _charts(curves: Curves, along: Along, by_candidates: bool) -> str:
 
 
 def now() -> str:
-    """The current time, for `began` and `updated`."""
     return datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")

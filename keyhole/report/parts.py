@@ -37,7 +37,6 @@ border:1px solid var(--line);border-radius:12px;padding:12px 16px}
 
 
 def size(count: float) -> str:
-    """Bytes as readable text."""
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.1f} MiB"
 
 
@@ -85,7 +84,6 @@ def _pace(plan: Planned, curves: Curves) -> str:
 
 
 def data(story: Story) -> str:
-    """Rows of the data, with trained tokens marked."""
     shown = ""
     for sample in story.samples:
         runs = "".join(
@@ -135,13 +133,11 @@ def decisions(story: Story) -> str:
 
 
 def events(story: Story) -> str:
-    """The printed lines of the run."""
     text = escape("\n".join(story.events))
     return section("What happened", f"<pre class='log'>{text}</pre>" if text else "")
 
 
 def environment(view: View) -> str:
-    """Machine and settings."""
     machine = ""
     with suppress(KeyError, TypeError, AttributeError):  # not written by machine/probe.py
         machine = machine_text(view.environment) if view.environment else ""

@@ -7,8 +7,8 @@
     events      the printed lines, except those of steps
     state       running, done, stopped or failed; outcome has details
 
-Files may be untrusted: they are read up to a size, what is of a wrong type is left out, and texts and lists are cut.
-Missing information is left out of the page: a run without run/report.json still gets one.
+Files may be untrusted: they are read up to a size, and one with a value of a wrong type is passed over. Missing
+information is left out of the page: a run without run/report.json still gets one.
 """
 
 import json
@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import yaml
 
 from keyhole import assets
+from keyhole.data.report import Marked
 from keyhole.disk.files import read_small, write_text
 from keyhole.disk.json_text import decode, json_text
 from keyhole.errors import UserError
@@ -57,15 +58,6 @@ class Answers:
 
 
 @dataclass
-class Sample:
-    """A row of the data. runs: runs of tokens, context or trained, as text, token by token."""
-
-    where: str
-    about: str
-    runs: list[tuple[bool, list[str]]] = field(default_factory=list)
-
-
-@dataclass
 class Planned:
     """What was planned: bytes on the device by part, host bytes, seconds of a step by what takes them."""
 
@@ -79,8 +71,6 @@ class Planned:
 
 @dataclass
 class Story:
-    """The file."""
-
     run: str = ""
     title: str = ""
     method: str = ""
@@ -95,7 +85,7 @@ class Story:
     events: list[str] = field(default_factory=list)
     planned: Planned = field(default_factory=Planned)
     measured: dict[str, NotNegative] = field(default_factory=dict)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Marked] = field(default_factory=list)
     answers: list[Answers] = field(default_factory=list)
 
     def happened(self, line: str) -> None:
@@ -113,14 +103,13 @@ class Story:
 
 
 def write_story(path: Path, story: Story) -> None:
-    """Replaces the file."""
     write_text(path, json_text({"format": FORMAT, **asdict(story)}) + "\n")
 
 
 def read_story(path: Path) -> Story | None:
-    """The content of the file; None if it is missing or invalid."""
-    found = _object(path, MOST_STORY)
-    story: Story | None = decode(found, Story, MOST) if found.get("format") == FORMAT else None
+    found, story = _object(path, MOST_STORY), None
+    with suppress(ValueError):
+        story = decode(found, Story) if found.get("format") == FORMAT else None
     return story
 
 
@@ -175,7 +164,6 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_view(directory: Path, name: str | None = None) -> View:
-    """A run from its run/ directory."""
     try:
         curves, unreadable = read_curves(directory / METRICS)
     except OSError as error:
@@ -196,8 +184,9 @@ def read_view(directory: Path, name: str | None = None) -> View:
 
 
 def _object(path: Path, most_bytes: int) -> dict[str, Any]:
-    """The object in a JSON file; {} if there is none."""
+    """The object in a JSON file, without nulls, which stand for numbers that were not finite; {} if there is none."""
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_small(path, most_bytes))
+        text = read_small(path, most_bytes)
+        found = json.loads(text, object_hook=lambda each: {key: x for key, x in each.items() if x is not None})
         return found if isinstance(found, dict) else {}
     return {}

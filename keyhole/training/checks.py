@@ -38,8 +38,6 @@ WINDOW, LEAST, RISE, RISE_AT_LEAST = 32, 5, 2.0, 1.0  # losses; the rise that is
 
 
 class FirstSteps(Observer):
-    """The checks of the first steps of this process, reported once."""
-
     def __init__(self, run: Run, story: Story) -> None:
         self.run, self.story = run, story
         self.before: dict[str, torch.Tensor] = {}
@@ -47,7 +45,6 @@ class FirstSteps(Observer):
         self.moved, self.is_done = 0, False  # steps with a rate above 0
 
     def before_step(self, batches: list[Batch]) -> None:
-        """Takes the samples, before the first step."""
         if not self.before and not self.is_done:
             self.before = dict(samples(self.run.model))
 
@@ -80,7 +77,6 @@ class FirstSteps(Observer):
 
 
 def samples(model: Model) -> Iterable[tuple[str, torch.Tensor]]:
-    """A sample of every trained tensor that this rank holds."""
     model.engine.wait_for_homes()
     for tensor in model.layout.tensors:
         if not tensor.param.requires_grad or tensor is model.layout.table or tensor.name.endswith(KEY_BIASES):
@@ -115,8 +111,10 @@ def verdict(model: Model, before: dict[str, torch.Tensor], after: dict[str, torc
     names = ", ".join(unchanged[:NAMED]) + (f", and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else "")
     why = "they get no gradient, or their steps are too small"
     if torch.finfo(model.dtype).bits == 16:
-        why = f"rounding to nearest {model.dtype} loses small steps, stochastic rounding takes few of them"
-        why += "; raise learning_rate, or set dtype=float32"
+        why = (
+            f"rounding to nearest {model.dtype} loses small steps, stochastic rounding takes few of them; raise "
+            "learning_rate, or set dtype=float32"
+        )
     head = f"warning: {len(unchanged)} of {len(before)} trained tensors did not change in {steps} steps"
     return f"{head} ({names}): {why}. {said}"
 

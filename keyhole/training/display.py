@@ -33,8 +33,6 @@ QUIET_S, EVERY_S = 2.0, 10.0
 
 
 class Display:
-    """Prints the lines of a run."""
-
     def __init__(self, total: int, every: int) -> None:
         self.total, self.every = total, every
         self.entries: list[Entry] = []
@@ -76,7 +74,6 @@ class Display:
                 _to_nowhere()
 
     def line(self, text: str) -> None:
-        """One line of text."""
         text = printable(text)
         self.heard(text)
         self._write_log(text)
@@ -99,7 +96,6 @@ class Display:
                 self.losing = True
 
     def lines(self, texts: list[str]) -> None:
-        """Several lines."""
         for text in texts:
             self.line(text)
 

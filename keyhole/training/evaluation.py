@@ -36,7 +36,6 @@ class Evaluation(Observer):
     last: dict[str, Any] | None = None
 
     def after_step(self) -> None:
-        """Evaluates where that is due."""
         run, config, step = self.run, self.run.config, self.run.done
         due = bool(run.data.eval) and (run.is_last or step % (config.eval_steps or run.total) == 0)
         if due and step not in self.metrics.evaluated:
@@ -118,7 +117,6 @@ class Evaluation(Observer):
 
 
 def answers_of(task: Task, result: Score, count: int) -> list[Answer]:
-    """The first answers of a scored task."""
     questions, rows = task.questions[:count], []
     if isinstance(result, AnswerScore):
         for q, said, worth in zip(questions, result.answers, result.verdicts, strict=False):
@@ -142,5 +140,4 @@ def _prompt(question: Question) -> str:
 
 
 def _cut(text: str) -> str:
-    """The beginning of an answer."""
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} …"

@@ -31,8 +31,6 @@ MOST_SAID = 600  # characters of an error on the page
 
 @dataclass(kw_only=True)
 class Leader:
-    """The loop of the leader, who decides, prints and saves."""
-
     run: Run
     metrics: MetricsFile
     journal: Journaling | None

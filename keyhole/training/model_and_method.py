@@ -1,15 +1,12 @@
 """The model and the method of a run, as its config says, and the block of lines about them at its start.
 
-    load_model    the weights of the checkpoint or of the model that the config names, placed for the run's workload
-    dry_lines     the same decisions for --dry-run, from the model's config and the headers of its weight files
-    make_method   the model adapted to the data, and the method on it, with the state of the checkpoint
-    workload      what the memory plan is made for: the largest micro-batch that the data can make, and the passes of a
-                  step over it
-    block         before the first step: the model and its trained parameters, dtype and device with the reason,
-                  placement, kernels, how the data was read, the number of steps, and the schedule
-
-The row of the method (methods/traits.py) says which section is its own, how many passes a step has, and whether a run
-resumes from the original model or from the checkpoint's weights; no method is known here by its name.
+load_model    the weights of the checkpoint or of the model that the config names, placed for the run's workload
+dry_lines     the same decisions for --dry-run, from the model's config and the headers of its weight files
+make_method   the model adapted to the data, and the method on it, with the state of the checkpoint
+workload      what the memory plan is made for: the largest micro-batch that the data can make, and the passes of a
+              step over it
+block         before the first step: the model and its trained parameters, dtype and device with the reason,
+              placement, kernels, how the data was read, the number of steps, and the schedule
 """
 
 import math
@@ -98,8 +95,7 @@ def load_model(config: TrainConfig, choice: select.Choice, data: Data, ranks: Ra
 
 def weights_source(config: TrainConfig, choice: select.Choice) -> str:
     """Where the weights come from: the checkpoint to resume from, or the model that the config names."""
-    row = METHODS[config.method]
-    original = choice.path is None or row.from_original(own_settings(config))
+    original = choice.path is None or METHODS[config.method].from_original(own_settings(config))
     return config.model if original else str(choice.path)
 
 
@@ -113,8 +109,7 @@ def make_method(model: Model, config: TrainConfig, origin: Origin, data: Data) -
         name_labels(model.config, data.labels, data.train.dataset.pad_token_id)
     if data.chat_template is not None:
         model.tokenizer.chat_template = data.chat_template  # `keyhole chat` must use the template of training
-    row = METHODS[config.method]
-    method: Method = row.load()(model, config.learning_rate, **vars(own_settings(config)))
+    method: Method = METHODS[config.method].load()(model, config.learning_rate, **vars(own_settings(config)))
     path, state = origin.choice.path, origin.choice.state
     if path is not None and state is not None:
         try:
@@ -148,8 +143,7 @@ def workload(config: TrainConfig, data: Data) -> Workload:
 def _tokens(batches: Loader | EvalBatches) -> int:
     """Tokens of the largest micro-batch, padding included."""
     assert batches.dataset is not None
-    width = batches.padding.width(batches.dataset.longest_row())
-    return batches.dataset.most_samples(batches.batch_size) * width
+    return batches.dataset.most_samples(batches.batch_size) * batches.padding.width(batches.dataset.longest_row())
 
 
 def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[list[str]]:
@@ -167,8 +161,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     row, own = METHODS[config.method], own_settings(config)
     row.load().outline(Skeleton(ready.module, ready.layout, find_blocks(ready.module)), own)
     model = model_lines(ready.module, ready.layout, ready.choice.dtype, row.from_original(own))
-    where = [device_line(config.device, device), *ready.placed.reasons, ops.describe()]
-    return [[*model, *weights], where]
+    return [[*model, *weights], [device_line(config.device, device), *ready.placed.reasons, ops.describe()]]
 
 
 def block(method: str, model: str, groups: Iterable[Iterable[object]]) -> list[str]:
@@ -202,7 +195,6 @@ def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype, kee
 
 
 def device_line(asked_device: str | None, device: torch.device) -> str:
-    """The device, with its reason."""
     why_device = "as asked" if asked_device else "the first GPU" if device.type == ACCELERATOR else "no GPU here"
     name = f" ({accelerator.get_device_name(device)})" if device.type == ACCELERATOR else ""
     return f"device: {device}{name}, {why_device}"
@@ -230,7 +222,6 @@ def _frozen_head(model: Model, method: Method) -> list[str]:
 
 
 def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_epoch: int) -> list[str]:
-    """Steps, samples, schedule, and output paths."""
     micro, accumulation = config.batch_size, config.gradient_accumulation_steps
     rows = "rows of packed samples" if config.packing else "samples"
     split = f" ({accumulation} micro-batches of {micro})" if accumulation > 1 else ""

@@ -6,9 +6,6 @@ numbers of the machine or of the config:
 
     --gpu, --ram SIZE    bytes that may be used           --link RATE     bytes/s, each way
     --tokens BxT         samples x tokens of a batch      --machine NAME  one of plan/seconds.py, or here
-
-Importing torch and transformers takes seconds and measuring a machine a minute, so this file does neither and checks
-all arguments first (tests/training/test_start.py checks which modules are imported when an error is reported).
 """
 
 import json
@@ -28,7 +25,6 @@ from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
 from keyhole.plan.seconds import profile
 
-HERE = "here"
 DEFAULT = {"batch_size": 4, "max_length": 1024, "max_steps": 1000}
 
 
@@ -60,7 +56,7 @@ def check_plan(
     measure: bool = False,
 ) -> PlanRequest:
     """Parses options and config and checks that the model exists; UserError names the first mistake."""
-    rates = machine if machine is None or machine.lower() == HERE else profile(machine)
+    rates = machine if machine is None or machine.lower() == "here" else profile(machine)
     ram_bytes, gpu_bytes = _bytes("--ram", ram), _bytes("--gpu", gpu)
     try:
         rate = None if link is None else float(Bytes.parse(link.strip().removesuffix("/s")))

@@ -35,8 +35,6 @@ PATIENCE_S = 60.0
 
 
 class Trouble:
-    """Says a trouble once, and when it is over."""
-
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.lasts = say, False
 
@@ -65,7 +63,6 @@ class MetricsFile(Observer):
         self.end, self.waiting = os.fstat(self.file).st_size, list[bytes]()
 
     def note(self, reading: Reading) -> None:
-        """Appends an entry."""
         fault = None
         self.waiting.append(_line(reading.entry).encode())
         try:
@@ -111,14 +108,11 @@ def _lacks(entries: list[Entry], unreadable: int, last_step: int) -> str | None:
 
 
 class Journaling(Observer):
-    """The journal of one run."""
-
     def __init__(self, writer: Writer, method: ZO, say: Callable[[str], None]) -> None:
         self.writer, self.method, self.say = writer, method, say
         self.writing, self.flushing = Trouble(say), Trouble(say)
 
     def note(self, reading: Reading) -> None:
-        """Records a step whose numbers were read and are finite; its update is [lr, c_1 .. c_q]."""
         if reading.update is None:
             return
         own, (epoch, row), device = self.method.settings, reading.position, self.method.model.device.type

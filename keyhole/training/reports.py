@@ -19,7 +19,7 @@ from keyhole.disk.files import write_text
 from keyhole.report.curves import Curves
 from keyhole.report.entries import Entry
 from keyhole.report.page import make_page, now
-from keyhole.report.story import FAILED, PAGE, RUNNING, STORY, Sample, Story, View, read_story, write_story
+from keyhole.report.story import FAILED, PAGE, RUNNING, STORY, Story, View, read_story, write_story
 from keyhole.training.display import Display
 from keyhole.training.metrics import Reading, resident_bytes
 from keyhole.training.planning import planned
@@ -57,7 +57,6 @@ class RunPage:
             self.story.state, self.story.outcome = state, outcome
 
     def write(self) -> None:
-        """Makes the page and writes both files now."""
         began_s = self.clock()
         try:
             self.story.updated = now()
@@ -72,7 +71,6 @@ class RunPage:
             self.due_s = began_s + took_s + max(EVERY_S, COST * took_s)
 
     def close(self) -> None:
-        """Writes the last page. A run whose end was not announced has failed."""
         self.ended(FAILED, "It ended before its last step.")
         self.write()
 
@@ -86,7 +84,6 @@ class Reports(Observer):
         display.heard = page.happened
 
     def begin(self) -> None:
-        """Writes the first page, before the first step."""
         self._try("run/report.html", self.page.write, AGAIN)
         if "run/report.html" not in self.failing:
             self.display.line(f"page: {self.page.path}")
@@ -111,11 +108,9 @@ class Reports(Observer):
             return False
 
     def tell(self, what: str, act: Callable[[], object]) -> None:
-        """Does something for the page; if it fails, the run continues."""
         self._try(what, act, "the page goes without")
 
     def close(self) -> None:
-        """Closes the trackers and the page; prints what failed."""
         for each in self.trackers:
             self._try(f"report_to: {each.name}", each.close, "some entries are lost")
         self._try("writing run/report.html", self.page.close, "the numbers are in run/metrics.jsonl")
@@ -140,6 +135,6 @@ def open_reports(
     about = About(directory.run, run_id or name, name, run.first, flat_config(config))
     made = Reports(directory, RunPage(view), open_trackers(config.report_to, about), display)
     rows = partial(marked, run.data.train.dataset, model.tokenizer, labels=run.data.labels)
-    made.tell("rows of the data", lambda: story.samples.extend(Sample(r.where, r.about, r.runs) for r in rows()))
+    made.tell("rows of the data", lambda: story.samples.extend(rows()))
     made.begin()
     return made

@@ -98,11 +98,9 @@ class Run:
 
     @property
     def is_last(self) -> bool:
-        """Whether no step follows."""
         return self.done >= self.total or self.ends is not None
 
     def is_asked(self) -> bool:
-        """Whether a signal has asked the run to stop after this step."""
         return self.interrupts.requested is not None
 
     def checkpoint(self, step: int) -> Path:
@@ -135,7 +133,6 @@ class Run:
         return next(self.data.train)
 
     def update(self, batches: list[Batch]) -> torch.Tensor:
-        """Queues the update of the next step, and returns its loss."""
         self.method.lr = self.schedule.rate(self.done)
         self.method.follow(lambda warmup_ratio: self.schedule.warmed_up_by(warmup_ratio).factor(self.done))
         self.rate = self.method.lr
@@ -144,7 +141,6 @@ class Run:
         return loss
 
     def note(self, reading: Reading) -> None:
-        """Tells all observers of numbers that have been read."""
         for observer in self.observers:
             observer.note(reading)
 
@@ -170,7 +166,6 @@ class Run:
             self.take_weights(step)
 
     def take_weights(self, step: int) -> None:
-        """Loads the weights of a checkpoint of this run into the model."""
         model, method, path = self.model, self.method, self.checkpoint(step)
         method.flush()
         model.engine.wait_for_homes()

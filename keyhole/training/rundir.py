@@ -37,7 +37,6 @@ from keyhole.disk.files import make_directories, open_regular, read_small, remov
 from keyhole.disk.json_text import json_text
 from keyhole.disk.weight_files import stored_weights
 from keyhole.errors import UserError
-from keyhole.ranks.join import others_launched
 
 FORMAT = 1
 MARKER_BYTES = 2**20
@@ -49,8 +48,6 @@ LOCK_CONTENT = re.compile(rb"[\d\0]{0,20}\n?")
 
 
 class RunDir:
-    """The paths of one run."""
-
     def __init__(self, root: Path) -> None:
         self.root, self.run = root, root / "run"
         self.marker, self.metrics, self.log = (self.run / name for name in ("keyhole.json", "metrics.jsonl", "log.txt"))
@@ -89,7 +86,6 @@ class RunDir:
         return "a journal of steps" if self.has_steps else None
 
     def place(self) -> Place:
-        """What `--resume` needs to know about this directory."""
         return Place(self.root, self.journal, self.run_id, self.holds)
 
     def way_out(self) -> str:
@@ -122,11 +118,10 @@ class Lock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            holder, launched = content.decode().strip("\0\n") or "unknown", others_launched()
-            hint = "" if launched is None else f" ({launched}: processes train together under torchrun only)"
+            holder = content.decode().strip("\0\n") or "unknown"
             raise UserError(
-                f"output_dir: process {holder} is training into {self.path.parent.parent} already{hint}; wait for it, "
-                "stop it, or choose another output_dir"
+                f"output_dir: process {holder} is training into {self.path.parent.parent} already; wait for it, stop "
+                "it, or choose another output_dir (processes train together under torchrun only)"
             ) from None
         except OSError:  # a file system without locks: train without one
             pass
@@ -156,7 +151,9 @@ def inspect(output_dir: str, resume: bool, lock: Lock | None = None) -> RunDir:
         return found
     with writing_to(found.root):
         _refuse_links(found.run)
-        stranger = None if found.is_ours else _first_file(found.root)
+        early = {found.lock, found.run / ".keyhole.json.tmp"}  # left by a process that was killed before its marker
+        files = (path for path in found.root.rglob("*") if not path.is_dir() and path not in early)
+        stranger = None if found.is_ours else next(files, None)
     if stranger is not None:
         what = f"holds files that keyhole did not write (such as {stranger.name})"
         what += f", and run/{found.marker.name} is not there" if checkpoints(found.root) else ""
@@ -202,12 +199,6 @@ def _refuse_links(run: Path) -> None:
             )
 
 
-def _first_file(root: Path) -> Path | None:
-    """Any file below `root`, except leftovers of a process that was killed before it wrote its marker."""
-    early = {root / "run" / "lock", root / "run" / ".keyhole.json.tmp"}
-    return next((path for path in root.rglob("*") if not path.is_dir() and path not in early), None)
-
-
 def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock: Lock, run_id: str | None) -> None:
     """Creates the directory with its marker, deletes what killed processes left, saves settings and environment."""
     with writing_to(found.root):
@@ -227,5 +218,4 @@ def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock:
 
 
 def new_run_id() -> str:
-    """An id that no other run has."""
     return uuid.uuid4().hex

@@ -159,7 +159,6 @@ class Saver(Observer):
             self.say(f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again by step {self.retry_at}")
 
     def wait(self) -> None:
-        """Waits for a checkpoint that is being written."""
         self._report(self.writer.wait())
 
     def note(self, reading: Reading) -> None:

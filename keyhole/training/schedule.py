@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Schedule:
-    """The rates of a run of `total` updates."""
-
     kind: str
     peak: float
     total: int
@@ -52,5 +50,4 @@ class Schedule:
         return max(0.0, cosine) if self.kind == "cosine" else cosine * (1 - self.min_lr_ratio) + self.min_lr_ratio
 
     def rate(self, done: int) -> float:
-        """The rate of the update after `done` updates."""
         return self.peak * self.factor(done)

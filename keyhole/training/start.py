@@ -10,8 +10,6 @@ ignored. Model and data are identified by content, so a directory may be moved. 
 here; training data are compared by their tokens when they are read (data/batches.py), which also detects another
 tokenizer.
 
-The hash. Checkpoints and journals identify their base model by its content (disk/weight_files.py).
-
 Ranks. Every machine has its own copy of the config, the data and the model, or sees one copy through a shared file
 system. Nothing later would notice a copy that is older: losses would be added up all the same. So ranks compare
 
@@ -22,8 +20,6 @@ system. Nothing later would notice a copy that is older: losses would be added u
                take as long as the load
     directory  where every rank has something to write (its part of the weights) or to read (the best ones), and a run
                would end in vain if it were another directory under the same name: the leader's lock is seen from there
-
-The bytes exchanged are a few hundred per rank, once.
 
 Importing torch and transformers takes seconds, so this file imports neither, directly or indirectly
 (tests/training/test_start.py checks which modules are imported at that moment).
@@ -121,13 +117,15 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
         if leads:
             inspect(config.output_dir, resume is not None, None if dry_run else lock)
         with parts.waiting.phase("checking"):
-            origin = parts.ranks.from_leader(
-                lambda: find_origin(resume, directory.place(), METHODS[config.method].journaled)
-            )
+            row = METHODS[config.method]
+            origin = parts.ranks.from_leader(lambda: find_origin(resume, directory.place(), row.journaled))
+            from_original = row.from_original(own_settings(config))
             if leads:
-                check_original(origin, config.model, METHODS[config.method].from_original(own_settings(config)))
+                check_original(origin, config.model, from_original)
             notes = resume_lines(resume, origin, config) if leads else []
-            check_origin(config, origin)
+            check_directory(config.model)
+            if (origin.choice.path is None or from_original) and Path(config.model).is_dir():
+                weight_files(Path(config.model))  # refuses missing ones
             settings = data_settings(config, None if origin.state is None else origin.loader)
             check_sources(settings)
             name = prepare_push(config, dry_run) if leads and config.push_to_hub else None
@@ -157,15 +155,6 @@ def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
         )
 
 
-def check_origin(config: TrainConfig, origin: Origin) -> None:
-    """Checks that the files that the weights come from are there, and are the run's."""
-    row, path = METHODS[config.method], origin.choice.path
-    own = own_settings(config)
-    check_directory(config.model)
-    if (path is None or row.from_original(own)) and Path(config.model).is_dir():
-        weight_files(Path(config.model))
-
-
 def prepare_push(config: TrainConfig, dry_run: bool) -> str:
     """The hub name under which the model will be published; problems are reported before training."""
     from keyhole.hub.push import check_id, prepare
@@ -192,9 +181,8 @@ def flat_config(config: TrainConfig) -> Json:
     """Dotted key -> plain value, for the top level and the section of the method."""
     values = to_dict(config)
     own = METHODS[config.method].section
-    flat = {key: value for key, value in values.items() if key not in sections()}
-    flat |= {f"{own}.{key}": value for key, value in values[own].items()}
-    plain: Json = json.loads(json.dumps(flat))
+    flat = {f"{own}.{key}": value for key, value in values[own].items()}
+    plain: Json = json.loads(json.dumps({key: values[key] for key in values if key not in sections()} | flat))
     return plain
 
 

@@ -53,8 +53,9 @@ class About:
 def tensorboard(about: About) -> Opened:
     from torch.utils.tensorboard import SummaryWriter
 
-    place = str(about.directory / "tensorboard")
-    writer = SummaryWriter(place, purge_step=about.first + 1, max_queue=MOST)  # by default it waits for a slow disk
+    writer = SummaryWriter(  # by default it waits for a slow disk
+        str(about.directory / "tensorboard"), purge_step=about.first + 1, max_queue=MOST
+    )
 
     def write(step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
@@ -153,9 +154,7 @@ TRACKERS: dict[str, Callable[[About], Opened]] = {
 
 
 def names_of(report_to: str | Sequence[str] | None) -> list[str]:
-    """The configured trackers, without duplicates."""
-    asked = [report_to] if isinstance(report_to, str) else report_to or []
-    return list(dict.fromkeys(asked))
+    return list(dict.fromkeys([report_to] if isinstance(report_to, str) else report_to or []))
 
 
 def require(report_to: str | Sequence[str] | None) -> None:
@@ -182,7 +181,6 @@ class Tracker:
         self.entries.put_nowait(dict(entry))
 
     def close(self, close_s: float = CLOSE_S) -> None:
-        """Waits for the remaining entries."""
         self.entries.put(None)
         self.thread.join(close_s)
         if self.error is not None:
@@ -204,5 +202,4 @@ class Tracker:
 
 
 def open_trackers(report_to: str | Sequence[str] | None, about: About) -> list[Tracker]:
-    """The configured trackers, which open while the run goes on."""
     return [Tracker(name, partial(TRACKERS[name], about)) for name in names_of(report_to)]

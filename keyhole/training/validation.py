@@ -14,9 +14,6 @@ If a run has tasks, their dev questions select the best step and their test ques
     several tasks    eval_sst2_accuracy, eval_rte_accuracy, and their mean: eval_accuracy, or eval_score where the tasks
                      have different metrics
 
-The dev perplexity of a single task is that of the held-out loss, and is not computed twice. A task whose answers are
-programs is scored on test only, and only if running programs was allowed.
-
 What follows from the numbers of evaluations: which step's weights are the result of a run, and when it ends early.
 
     load_best_model_at_end     publishes the weights of the step with the best evaluation, not the last ones
@@ -26,9 +23,6 @@ What follows from the numbers of evaluations: which step's weights are the resul
 All three depend only on run/metrics.jsonl, so a resumed run makes the same choice as an uninterrupted one. Scores of
 other dev questions, or losses of other rows of eval_data than before cannot be compared with those, and are refused.
 Only a strictly better value is a new best; of equal values the earliest step wins.
-
-The checkpoint of a new best is written at once. It does not count towards save_total_limit. If it could not be written,
-the best step among the existing checkpoints is published, with a message.
 """
 
 import math
@@ -43,7 +37,7 @@ from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import GENERATED, LIKELIHOOD, LOWER_IS_BETTER
 from keyhole.disk.json_text import Json
 from keyhole.errors import UserError
-from keyhole.eval.metrics import perplexity
+from keyhole.eval.metrics import MEAN, as_published, perplexity
 from keyhole.eval.score import Score, check_code, score
 from keyhole.machine.text import counted
 from keyhole.model.model import Model
@@ -53,7 +47,6 @@ EVAL_PASSES = 8
 EVAL, TEST = "eval", "test"
 Stop = Callable[[], bool]
 Keep = Callable[[Task, Score], None]
-MEAN = "score"  # name of the mean of different metrics
 
 
 class Batches(Sized, Iterable[Any], Protocol):
@@ -106,7 +99,6 @@ class Judge:
 
     @property
     def chosen_by(self) -> tuple[Task, ...]:
-        """The dev tasks that are scored during a run."""
         return tuple(task for task in self.dev if task.spec.program is None)
 
     @property
@@ -119,7 +111,7 @@ class Judge:
         """The numbers of an evaluation that can select the best step."""
         found, common = (["loss"] if classifies else ["loss", "perplexity"]), self.metric
         for task in self.chosen_by:
-            found += [name if len(self.chosen_by) == 1 else f"{task.name}_{name}" for name in metrics_of(task)]
+            found += [name if len(self.chosen_by) == 1 else f"{task.name}_{name}" for name in task.spec.metrics]
         return list(dict.fromkeys([*found, *([] if common is None else [common])]))
 
     def check(self, config: TrainConfig, held_out: bool, classifies: bool) -> None:
@@ -153,7 +145,7 @@ class Judge:
     def is_done(self, entry: Entry | None) -> bool:
         """Whether an entry of the metrics file is a test of as many questions of the same tasks: a resumed run may
         name others (num_eval, test_task)."""
-        wanted = _named(self.test, {task.name: dict.fromkeys(metrics_of(task), 0.0) for task in self.test}, TEST)
+        wanted = _named(self.test, {task.name: dict.fromkeys(task.spec.metrics, 0.0) for task in self.test}, TEST)
         count = f"{TEST}_questions"
         return entry is not None and wanted.keys() <= entry.keys() and wanted[count] == entry[count]
 
@@ -188,11 +180,6 @@ class Judge:
         return _named(tasks, found, prefix) if tasks else {}
 
 
-def metrics_of(task: Task) -> tuple[str, ...]:
-    """The metrics of a task."""
-    return task.spec.metrics
-
-
 def common_metric(tasks: Sequence[Task]) -> str | None:
     """The name of the common number of several tasks; None without tasks, or if their metrics cannot be averaged."""
     names = list(dict.fromkeys(task.spec.metric for task in tasks))
@@ -213,7 +200,6 @@ def _named(tasks: Sequence[Task], found: dict[str, dict[str, float]], prefix: st
 
 
 def shown_loss(found: Entry) -> str:
-    """The loss of an evaluation, formatted."""
     if "eval_rows" in found:
         return f"loss {found['eval_loss']:.4f} over {found['eval_rows']:,} rows"
     numbers = f"loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
@@ -226,13 +212,6 @@ def shown(found: Entry, prefix: str) -> str:
     count = own.pop("questions", 0)
     numbers = [as_published(name, value) for name, value in own.items() if name not in ("loss", "tokens", "rows")]
     return f"{', '.join(numbers)} of {counted(count, 'question')}" if numbers and count else ""
-
-
-def as_published(name: str, value: float) -> str:
-    """A metric as usually published: in percent, except losses and perplexity."""
-    if name.endswith(("loss", *LOWER_IS_BETTER)):
-        return f"{name} {value:.3f}"
-    return f"{name} {100 * value:.1f}" + ("" if name.endswith(("matthews", "pearson", MEAN)) else " %")
 
 
 LOSSES = ("loss", "perplexity")
@@ -273,11 +252,9 @@ class Selection:
         return now | {"rows": "changed"}
 
     def start_clock(self) -> None:
-        """Training begins."""
         self.began_s = time.monotonic()
 
     def note(self, step: int, found: Entry) -> None:
-        """Adds an evaluation."""
         value = value_of(found, self.metric)
         assert value is not None  # Judge.check knows what evaluations give
         self.values[step] = value

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from keyhole.ops import lowbit
+from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import force
 from keyhole.ops.lowbit import NF4, Grid
 
@@ -44,7 +45,7 @@ def test_kernel_and_reference_give_the_same_bits(grid: Grid, kernel_device: torc
     w = samples(71, grid.group)
     with force("reference"):
         codes, scales = pack(w, grid)
-        values = {dtype: unpack(codes, scales, grid, dtype) for dtype in lowbit.DTYPES}
+        values = {dtype: unpack(codes, scales, grid, dtype) for dtype in DTYPES}
     with force("kernel"):
         found = pack(w.to(kernel_device), grid)
         assert torch.equal(found[0].cpu(), codes)
@@ -68,7 +69,7 @@ def test_a_grid_with_offsets_means_s_q_plus_m(grid: Grid, kernel_device: torch.d
     codes = (low | (high << 4)).reshape(-1)
     s_G1, m_G1 = scales.view(-1, 2).double().split(1, dim=1)
     exact = ((s_G1 * q_GE).float() + m_G1.float()).view(-1)  # s q is exact where s is of float16
-    for dtype in lowbit.DTYPES:
+    for dtype in DTYPES:
         with force("reference"):
             assert torch.equal(unpack(codes, scales, grid, dtype), exact.to(dtype))
         with force("kernel"):

@@ -9,13 +9,14 @@ from keyhole.compare import page as compare_page
 from keyhole.compare.file import Comparison
 from keyhole.compare.result import Result
 from keyhole.compare.table import Cell, zero_shot_cell
+from keyhole.data.report import Marked
 from keyhole.demo.report import Demo, Squeezed, make_report
 from keyhole.demo.report import Result as DemoResult
 from keyhole.methods import METHODS
 from keyhole.report import compared
 from keyhole.report import page as run_page
 from keyhole.report.curves import Curves
-from keyhole.report.story import Answer, Answers, Planned, Sample, Story, View
+from keyhole.report.story import Answer, Answers, Planned, Story, View
 
 VOID = ("meta", "br", "input")
 
@@ -78,7 +79,7 @@ def story() -> Story:
         Planned(8e9, {"homes": 3e9, "slots": 2e9, "activations": 2.5e9}, 1.4e11,
                 {"total": 0.47, "compute": 0.2, "link": 0.45, "CPU": 0.0}, "link", "s"),
         {"device_bytes": 7.6e9, "host_bytes": 1.39e11},
-        [Sample("train.jsonl, line 1", "9 tokens", [(False, words), (True, [" red", "<|end|>"])])],
+        [Marked("train.jsonl, line 1", "9 tokens", [(False, words), (True, [" red", "<|end|>"])])],
         [Answers(10, "greedy", rows), Answers(20, "greedy", rows)],
     )  # fmt: skip
 

@@ -119,12 +119,9 @@ def test_a_port_in_use_is_the_users_to_change(monkeypatch: pytest.MonkeyPatch) -
 
 def test_processes_of_another_launcher_hear_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mpirun and srun start processes that do not know each other: the second finds the directory taken."""
-    for name in (*join.NEEDED, *join.LAUNCHERS):
+    for name in join.NEEDED:
         monkeypatch.delenv(name, raising=False)
     with locked(tmp_path / "lock") as first, locked(tmp_path / "lock") as second:
         first.take()
-        with pytest.raises(UserError, match=r"is training into .* already; wait"):
-            second.take()
-        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-        with pytest.raises(UserError, match=r"already \(SLURM_STEP_NUM_TASKS=2: .* torchrun"):
+        with pytest.raises(UserError, match=r"is training into .* already; wait .* torchrun"):
             second.take()

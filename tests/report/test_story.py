@@ -1,4 +1,4 @@
-"""run/report.json: what is written is read; what is something else is left out."""
+"""run/report.json: what is written is read; a file with anything else is passed over."""
 
 import json
 from pathlib import Path
@@ -7,15 +7,16 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keyhole.data.report import Marked
 from keyhole.report.curves import Curves
 from keyhole.report.page import make_page
-from keyhole.report.story import MOST_ANSWERS, Answer, Answers, Planned, Sample, Story, View, read_story, write_story
+from keyhole.report.story import MOST_ANSWERS, Answer, Answers, Planned, Story, View, read_story, write_story
 
 WHOLE = Story(
     run="1", title="t", method="zo", model="m", device="cuda", state="done", outcome="o", began="b", updated="u",
     total=7, lines=["a: b"], events=["e"], planned=Planned(3.0, {"homes": 1.0}, bound_by="link"),
     measured={"host_bytes": 5.0},
-    samples=[Sample("w", "a", [(True, ["x", "y"])])], answers=[Answers(4, "g", [Answer("p", "s", "e", True)])],
+    samples=[Marked("w", "a", [(True, ["x", "y"])])], answers=[Answers(4, "g", [Answer("p", "s", "e", True)])],
 )  # fmt: skip
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -41,7 +42,7 @@ def test_no_story(tmp_path: Path) -> None:
 
 @settings(max_examples=50)
 @given(broken)
-def test_any_values_give_a_story_and_a_page(values: dict[str, Any]) -> None:
+def test_any_values_give_a_page_or_no_story(values: dict[str, Any]) -> None:
     """A file that somebody else wrote breaks neither the reader nor the page."""
     import tempfile
 
@@ -49,8 +50,8 @@ def test_any_values_give_a_story_and_a_page(values: dict[str, Any]) -> None:
         path = Path(directory) / "report.json"
         path.write_text(json.dumps({"format": 1} | values))
         story = read_story(path)
-    assert story is not None
-    assert make_page(View("n", Path("x"), story, Curves())).endswith("</html>\n")
+    if story is not None:
+        assert make_page(View("n", Path("x"), story, Curves())).endswith("</html>\n")
 
 
 def test_the_first_answers_and_the_newest_stay() -> None:

@@ -9,9 +9,6 @@ whose answers are public.
              most two fifths of the rows (CB: 250 rows, num_dev 100 -> 150 to train, as in MeZO)
     test     num_eval rows drawn with seed 0, regardless of the seed of the run, so that all runs answer the same
              questions
-
-Only drawn rows are rendered: 1,500 of QQP's 364,000 rows. Splits that share a row are refused; questions that occur in
-two files, or twice in one, are counted in a warning, and so are empty texts.
 """
 
 from collections import Counter
@@ -35,7 +32,6 @@ from keyhole.errors import UserError, listed
 from keyhole.machine.worker import bounded
 
 TEST_SEED = 0
-LEAST_ANSWERS = 8  # fewer may be equal by chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +103,16 @@ def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: 
             chosen |= {"train": rows[:count], "dev": rows[count : count + held_out]}
             places, read = places | {"dev": places["train"]}, read | {"dev": (read["train"][0], "")}
     drawn = {s: _task(spec, read[s][0], chosen[s], places[s], read[s][1]) for s in SPLITS if s in chosen}
-    asked = {split: [_asked(question) for question in task.questions] for split, task in drawn.items()}
+    # questions are compared without an answer in free text
+    asked = {
+        split: [(str(q.prompt), q.candidates if len(q.candidates) > 1 else ()) for q in task.questions]
+        for split, task in drawn.items()
+    }
     for one, other in combinations(drawn, 2):  # a split that repeats a question of an earlier one
         if count := sum(map(set(asked[one]).__contains__, asked[other])):
             told = f"{count:,} of the {len(asked[other]):,} questions of {other} are also among those of {one}"
             drawn[other] = replace(drawn[other], warnings=(*drawn[other].warnings, told))
     return drawn
-
-
-def _asked(question: Question) -> tuple[str, tuple[str, ...]]:
-    """The key by which questions are compared: without an answer in free text."""
-    return str(question.prompt), question.candidates if len(question.candidates) > 1 else ()
 
 
 def _read(spec: TaskSpec, split: str, places: dict[str, Split]) -> tuple[list[Record], str]:
@@ -168,21 +163,11 @@ def _odd(spec: TaskSpec, records: list[Record], questions: list[Question], place
         parts = iter(extracted(spec.extract, [text for q in questions for text in q.references]))
         what = f"references in which `extract` finds nothing ({spec.extract})"
         found[what] = [q.where for q in questions if all([next(parts) is None for _ in q.references])]
-    told = [
+    return tuple(
         f"{len(rows):,} of the {len(records):,} rows drawn from {place} have {what} (such as {rows[0]})"
         for what, rows in found.items()
         if rows
-    ]
-    answers = {question.candidates[question.answer] for question in questions}
-    if (
-        isinstance(spec.candidates, tuple)
-        and len(questions) >= LEAST_ANSWERS
-        and spec.value is None
-        and len(answers) == 1
-    ):
-        same = f"have the same answer, {min(answers)!r}; are the rows sorted?"
-        told.append(f"all {len(questions):,} rows drawn from {place} {same}")
-    return tuple(told)
+    )
 
 
 def draw_tasks(settings: DataSettings, training: bool = True) -> list[dict[str, Task]]:
@@ -198,7 +183,6 @@ def draw_tasks(settings: DataSettings, training: bool = True) -> list[dict[str, 
 
 
 def report_lines(drawn: dict[str, Task]) -> list[str]:
-    """What was drawn of a task, and what is odd about it."""
     spec = drawn["train"].spec
     parts = [f"{split} {task.about} ({task.fingerprint})" for split, task in drawn.items() if task.questions]
     lines = [f"task {spec.name}: {part}" for part in (f"{spec.title}; {spec.metric}", *parts)]
@@ -206,5 +190,4 @@ def report_lines(drawn: dict[str, Task]) -> list[str]:
 
 
 def warning_lines(task: Task) -> list[str]:
-    """Warnings about the questions of a task, for its report."""
     return [f"warning: task {task.name}: {told}" for told in task.warnings]

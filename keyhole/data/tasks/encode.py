@@ -145,8 +145,7 @@ class Encoder:
 
     def _before(self, question: Question, prompt_ids: list[int]) -> list[int]:
         """bos as in training; there must be a token before the first scored one, which is predicted from it."""
-        is_chat = not isinstance(question.prompt, str)
-        if self.bos and not is_chat and prompt_ids[: len(self.bos)] != self.bos:
+        if self.bos and isinstance(question.prompt, str) and prompt_ids[: len(self.bos)] != self.bos:
             return self.bos
         return [] if prompt_ids else [_token_for_nothing(self.tokenizer, question)]
 
@@ -172,8 +171,6 @@ Tokenised = tuple[list[int], list[int] | None]  # ids, and types
 
 
 class TextEncoder:
-    """Turns texts of questions into rows of tokens."""
-
     def __init__(
         self,
         tokenizer: "Tokenizer | None",
@@ -203,8 +200,8 @@ class TextEncoder:
         for i, (question, (ids, types)) in enumerate(zip(questions, rows, strict=True)):
             if not ids:
                 ids, types = [_token_for_nothing(self.tokenizer, question)], [0] if self.has_types else None
-            row = Sample(ids, [IGNORED] * len(ids), None, types, labels.target(question))
-            found.append(None if i in dropped else row)
+            target = labels.target(question)
+            found.append(None if i in dropped else Sample(ids, [IGNORED] * len(ids), None, types, target))
         return found
 
     def training_rows(self, tasks: Sequence[Task], labels: Labels, report: Report) -> Iterator[Encoded]:

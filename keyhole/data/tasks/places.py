@@ -45,7 +45,6 @@ class Split:
     each: bool = False  # the slice applies to each file, not to all rows together
 
     def rows(self, count: int) -> range:
-        """The rows of the slice, out of `count` rows."""
         return range(*slice(_row(self.start, count), _row(self.stop, count)).indices(count))
 
     def divided(self, one: str = "train", other: str = "test") -> str:

@@ -14,8 +14,6 @@ names    the names of a task's classes: as spelled in the data (`labels` of the 
     order    the model's label of each class. By name, if the model's config has names that the task knows (a
              published model of MNLI may begin with contradiction); by number, if it has none (LABEL_0, LABEL_1) or
              a new head was requested, which then gets the task's names
-
-Anything else is refused: a wrong order would train, or score, the opposite.
 """
 
 import hashlib
@@ -62,17 +60,9 @@ class Question:
         made: dict[str, Any] = {k: tuple(v) if type(v) is list and k != "prompt" else v for k, v in told.items()}
         return cls(**made)
 
-    @property
-    def number(self) -> float:
-        """The target, of a question that has one."""
-        assert self.value is not None
-        return self.value
-
 
 @dataclass(frozen=True)
 class Task:
-    """Questions under one name."""
-
     name: str
     questions: list[Question]
     spec: TaskSpec
@@ -168,7 +158,6 @@ def _free(where: str, row: Row, spec: TaskSpec) -> Question | None:
 
 
 def number_of(value: Any, column: str) -> float:
-    """A finite number; an error otherwise."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -257,7 +246,6 @@ def _by_name(spec: TaskSpec, names: tuple[str, ...], own: tuple[str, ...]) -> tu
 
 
 def check_settings(settings: DataSettings, architecture: str) -> None:
-    """Refuses settings that have no meaning for a classifier."""
     if not settings.task:
         raise UserError(
             f"train_data: {architecture} classifies texts, and labels come from a task: set task to one by name, such "

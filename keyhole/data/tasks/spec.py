@@ -129,7 +129,8 @@ def _compiled(is_expression: bool, source: str) -> jinja2.Template:
 def _sandbox() -> Sandbox:
     sandbox = Sandbox(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_shown)
     sandbox.filters |= {name: _of_text(sandbox.filters[name]) for name in OF_TEXT}
-    sandbox.filters |= {"slices": _slices, "listed": _listed, SHOWN: _shown}
+    sandbox.filters["slices"] = lambda spans, text: [text[span["start"] : span["end"] + 1] for span in spans]
+    sandbox.filters |= {"listed": _listed, SHOWN: _shown}
     return sandbox
 
 
@@ -148,10 +149,6 @@ def _shown(value: object) -> Any:
         found += f", {value!r:.60}" if isinstance(value, list | tuple | dict | bytes) else ""
         raise UserError(f"found {found} where a text is written; correct or remove the row, or test for it")
     return value
-
-
-def _slices(spans: list[dict[str, int]], text: str) -> list[str]:
-    return [text[span["start"] : span["end"] + 1] for span in spans]
 
 
 def _listed(value: object) -> list[object]:
@@ -199,8 +196,6 @@ OWN_SPLITS: Splits = ({"train": ("train",), "dev": ("validation",), "test": ("te
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """The content of a task file."""
-
     name: str
     title: str
     columns: dict[str, tuple[str, ...]]
@@ -234,12 +229,10 @@ class TaskSpec:
 
     @property
     def metric(self) -> str:
-        """The task's main metric."""
         return self.metrics[0]
 
     @property
     def has_label(self) -> bool:
-        """Whether the right candidate is named by a label."""
         return "label" in self.columns or "label" in self.let
 
     @property
@@ -260,12 +253,10 @@ def check_loss(spec: TaskSpec, loss: str | None) -> None:
 
 
 def task_names() -> list[str]:
-    """The shipped tasks."""
     return sorted(path.stem for path in LIBRARY.glob("*.yaml"))
 
 
 def is_task_file(name: str) -> bool:
-    """Whether the name is the path of a user's task file."""
     return Path(name).suffix in (".yaml", ".yml")
 
 
@@ -276,8 +267,7 @@ def plain(name: str) -> str:
 
 def own_name(name: str) -> str:
     """The normalised name of a shipped task (SST-2 is sst2); any other name unchanged."""
-    called = {plain(known): known for known in task_names()}
-    return name if is_task_file(name) else called.get(plain(name), name)
+    return name if is_task_file(name) else {plain(known): known for known in task_names()}.get(plain(name), name)
 
 
 def task_name(name: str) -> str:
@@ -286,7 +276,6 @@ def task_name(name: str) -> str:
 
 
 def is_task_name(name: str) -> bool:
-    """Whether the name is that of a shipped task, or of a task file."""
     return is_task_file(name) or own_name(name) in task_names()
 
 
@@ -296,7 +285,6 @@ def nearest_task(name: str) -> str:
 
 
 def unknown_task(name: str) -> str:
-    """The error message for an unknown task."""
     meant = f"did you mean `{near}`? There" if (near := nearest_task(name)) else "there"
     return f"no task `{name}`; {meant} are {', '.join(task_names())}, and files such as my.yaml"
 

@@ -84,7 +84,6 @@ def read_rows(name: str, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Rec
 
 
 def _file_rows(path: Path, spec: TaskSpec) -> Iterator[Record | Counter[str]]:
-    """The rows of a file, and what of it was left out."""
     suffix, names = suffix_of(path), {alias for aliases in spec.columns.values() for alias in aliases}
     with told(path):
         encoding = "latin-1" if latin_line(path) else None
@@ -156,8 +155,10 @@ def _cells(
 
 def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
     """Rows with only the task's columns. left_out: counts rows without a label."""
-    column = spec.value or "label"
-    unlabelled = _unlabelled(spec)
+    column, known = spec.value or "label", {word for words in spec.labels for word in words}
+    if spec.value is not None and isinstance(spec.candidates, tuple):
+        known |= {"-1"} if any(re.fullmatch(r"\s*-0*[1-9][0-9.]*\s*", text) for text in spec.candidates) else set()
+    unlabelled = set(NO_LABEL) - known
     for record in records:
         opened = _opened([record.row], spec.rows)
         for part, row in enumerate(opened, 1):
@@ -166,14 +167,6 @@ def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) 
                 left_out["without a label"] += 1
             else:
                 yield picked
-
-
-def _unlabelled(spec: TaskSpec) -> set[str]:
-    """The spellings that mean that a row has no label."""
-    known = {word for words in spec.labels for word in words}
-    if spec.value is not None and isinstance(spec.candidates, tuple):
-        known |= {"-1"} if any(re.fullmatch(r"\s*-0*[1-9][0-9.]*\s*", text) for text in spec.candidates) else set()
-    return set(NO_LABEL) - known
 
 
 def spelled(value: object) -> str:
@@ -211,7 +204,6 @@ def _with(row: Row, path: str, item: object) -> Row:
 
 
 def pick(record: Record, spec: TaskSpec) -> Record:
-    """The row with only the task's columns."""
     picked = {}
     for name, aliases in spec.columns.items():
         value = next((found for alias in aliases if (found := lookup(record.row, alias)) is not MISSING), None)

@@ -146,10 +146,12 @@ def blocks_triton_(
     """Both products and the update of W by one kernel."""
     (m, n), columns = w_mn.shape, COLUMNS if q.r & (q.r - 1) == 0 else WIDE
     numbers = (m, n, p.d, q.d, alpha, keep, how.offset, *key(how.seed, how.step))
-    flags: dict[str, Any] = {"group_p": p.group, "group_q": q.group, "r_p": p.r, "r_q": q.r}
-    flags |= {"DEPTH_P": depth(p.group, p.r, LANE_ROWS), "DEPTH_Q": depth(q.group, q.r, columns)}
-    flags |= {"ALIGNED": is_aligned(p.group, LANE_ROWS)}
-    flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "ON_DEVICE": is_on_device(alpha, keep, how.step)}
+    flags: dict[str, Any] = {
+        "group_p": p.group, "group_q": q.group, "r_p": p.r, "r_q": q.r,
+        "DEPTH_P": depth(p.group, p.r, LANE_ROWS), "DEPTH_Q": depth(q.group, q.r, columns),
+        "ALIGNED": is_aligned(p.group, LANE_ROWS), "STOCHASTIC": how.is_stochastic(w_mn.dtype),
+        "ON_DEVICE": is_on_device(alpha, keep, how.step),
+    }  # fmt: skip
     few = columns == COLUMNS and flags["DEPTH_P"] * flags["DEPTH_Q"] <= LARGE
     options = {"UNROLL": UNROLL, "STAGES": STAGES, "num_warps": NUM_WARPS} if few else ROOMY
     options |= {"PRECISION": EXACT, "COLUMNS": columns, "enable_fp_fusion": False}

@@ -23,7 +23,6 @@ from keyhole.ops.rounding.store import Store, store_weight_reference_
 def decompress_add_reference_(
     w_mn: torch.Tensor, delta_Ad: torch.Tensor, p: Projector, q: Projector, alpha: Number, keep: Number, how: Store
 ) -> None:
-    """Both stages."""
     columns_nr, columns_mr = q.columns_Rr(), p.columns_Rr()
     wide_An = torch.zeros(p.d, q.rows, device=w_mn.device)
     for k in range(q.r):

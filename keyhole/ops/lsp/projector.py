@@ -89,7 +89,6 @@ def random_projector(
     kind: str, rows: int, d: int, r: int, *, seed: int, device: torch.device | str = "cpu"
 ) -> Projector:
     """A newly drawn projector: the same on every device."""
-    assert rows > 0 and d > 0 and r > 0, (rows, d, r)
     d = min(d, rows)
     return KINDS[kind](rows, d, min(r, d), torch.Generator().manual_seed(seed)).to(device)
 

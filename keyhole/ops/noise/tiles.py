@@ -132,7 +132,7 @@ def draw_noise(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """z of elements offset..offset+n as float32 [n], for tests and textbook loops."""
-    check_index(offset, n, seed, (step,), direction + 1, distribution)
+    check_index(offset, n, seed, (step,), direction + 1)
     z = torch.empty(n, device=device)
     if use_kernel(z.device) and n:
         programs, place = span(offset, n, TILE)

@@ -99,15 +99,12 @@ DISTRIBUTIONS = ("gaussian", "rademacher")
 _WIDTH, _ROWS = tl.constexpr(WIDTH), tl.constexpr(ROWS)
 
 
-def check_index(
-    offset: int, n: int, seed: int, steps: tuple[Count, ...], directions: int = 0, distribution: str = "gaussian"
-) -> None:
+def check_index(offset: int, n: int, seed: int, steps: tuple[Count, ...], directions: int = 0) -> None:
     """Asserts the bounds above; a caller that violates them has a bug. Without noise there are no directions."""
     assert 0 <= offset and offset + n <= MAX_INDEX, (offset, n)
     assert 0 <= seed < 1 << 64, seed
     assert all(isinstance(step, torch.Tensor) or 0 <= step < 1 << 32 for step in steps), steps
     assert 0 <= directions <= MAX_DIRECTIONS, directions
-    assert distribution in DISTRIBUTIONS, distribution
 
 
 def chunks(offset: int, n: int) -> Iterator[slice]:

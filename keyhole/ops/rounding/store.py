@@ -39,13 +39,11 @@ class Store:
         """Asserts the requirements on weights, on tensors of the same shape, and on these settings."""
         c = self.compensation
         assert self.rounding in ALL_ROUNDINGS and (self.rounding == "kahan") == (c is not None), self.rounding
-        assert c is None or c.dtype == w.dtype, c.dtype
         check_tensors(w, *others, *(() if c is None else (c,)))
         check_scalars(w.device, torch.int64, self.changed)
         check_index(self.offset, w.numel(), self.seed, (self.step,))
 
     def is_stochastic(self, dtype: torch.dtype) -> bool:
-        """Whether weights of this dtype need random bits."""
         return self.rounding == "stochastic" and dtype != torch.float32
 
 

@@ -43,7 +43,6 @@ _WIDTH, _TILE = tl.constexpr(WIDTH), tl.constexpr(TILE)
 
 
 def zo_flat_reference_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.Tensor | None, how: ZOStep) -> None:
-    """Chunk by chunk."""
     for part in chunks(how.offset, w.numel()):
         n, device = part.stop - part.start, w.device
         where: dict[str, Any] = {"start": how.offset + part.start, "n": n, "seed": how.seed, "device": device}

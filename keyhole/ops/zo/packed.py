@@ -45,7 +45,6 @@ _COLUMNS, _GROUPS, _SHARED = tl.constexpr(WIDTH // ROWS), tl.constexpr(WIDTH // 
 def zo_packed_reference_(
     packed: torch.Tensor, n: int, plus: torch.Tensor | None, minus: torch.Tensor | None, how: ZOStep
 ) -> None:
-    """One after the other."""
     w = torch.empty(n, device=packed.device)
     fp8_decode(packed, w)
     if how.coef is not None:

@@ -37,7 +37,6 @@ BLOCK = 512  # elements per program
 def zo_rows_reference(
     rows_TH: torch.Tensor, row_ids_T: torch.Tensor, plus_TH: torch.Tensor, minus_TH: torch.Tensor, how: ZOStep
 ) -> None:
-    """Fills plus and minus."""
     H = rows_TH.shape[1]
     e_TH = how.offset + row_ids_T.to(torch.int64).unsqueeze(1) * H + torch.arange(H, device=rows_TH.device)
 
