@@ -47,6 +47,7 @@ def by_section() -> Iterator[tuple[str, str, list[Setting]]]:
 
 
 def markdown() -> str:
+    """The text of docs/config.md."""
     lines = [HEAD]
     for name, about, group in by_section():
         lines += [f"## {f'`{name}`' if name else 'Top level'}", "", about, ""]

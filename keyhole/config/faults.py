@@ -48,30 +48,36 @@ class Finding:
 
 
 def refuse(source: str, faults: list[Finding]) -> None:
+    """Raises one UserError with all faults, if there are any."""
     if faults:
         count = "1 problem" if len(faults) == 1 else f"{len(faults):,} problems"
         more = [f"  ... and {len(faults) - MOST_SHOWN:,} more"] if len(faults) > MOST_SHOWN else []
         raise UserError("\n".join([f"{source}: {count}"] + [f"  {fault}" for fault in faults[:MOST_SHOWN]] + more))
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: object, known: Iterable[str]) -> str:
     """`; did you mean ...?`, or nothing if no known word is similar."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
-def suggest_value(texts: Iterable[str], words: Collection[str]) -> str:
-    """A suggestion for the first of these texts that is not one of `words` (or, without words, for a size)."""
-    text = next((text for text in texts if text not in words), "")
-    size = re.fullmatch(r"([0-9.]+)\s*([KMGT])i?", text, re.IGNORECASE)
+def suggest_value(found: object, words: Collection[str]) -> str:
+    """A suggestion for a value that is not one of `words` (or not a size): `found` is the text, or a list."""
+    if isinstance(found, list):
+        alone = [item for item in found if item in words]
+        if len(found) == len(alone):
+            return f"; one word is enough here: write {alone[0]}" if len(alone) == 1 else ""
+        return next((suggest_value(item, words) for item in found if item not in words), "") if words else ""
+    size = re.fullmatch(r"([0-9.]+)\s*([KMGT])i?", str(found), re.IGNORECASE)
     if size and not words:
         number, letter = size[1], size[2].upper()
         return f"; write {number}{letter}iB (of 1024) or {number}{letter}B (of 1000)"
-    other = SPELLINGS.get(text.lower())
-    return f"; did you mean `{other}`?" if other in words else nearest(text, words)
+    other = SPELLINGS.get(str(found).lower())
+    return f"; did you mean `{other}`?" if other in words else nearest(found, words)
 
 
 def suggest_key(key: str) -> str:
+    """A suggestion for an unknown key."""
     table = settings()
     parent, _, tail = key.rpartition(".")
     if key.lower() in ELSEWHERE:

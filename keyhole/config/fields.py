@@ -20,6 +20,8 @@ RUN = {each.name for each in dataclasses.fields(RunConfig)}
 
 @dataclass(frozen=True)
 class Setting:
+    """One key a user can set."""
+
     key: str
     type: Any
     default: object  # MISSING: there is none
@@ -77,29 +79,29 @@ def settings() -> dict[str, Setting]:
     return table
 
 
-def _gone() -> dict[str, str]:
-    """Keys of earlier versions that are no keys any more, and what to do instead."""
-    found = {
-        "offload.gather": "every rank uploads whole units; leave it out",
-        "offload.reverse_graphs": NOW.format("offload.graphs"),
-    }
-    for name in ("overlap", "reuse_slots"):
-        found[f"offload.{name}"] = (
-            f"it is an argument of keyhole.load in Python, for measurements: keyhole.load(..., {name}=...)"
-        )
-    for row in METHODS.values():
-        found |= {f"{row.section}.{name}": why for name, why in row.settings.gone.items()}
-        for each in dataclasses.fields(row.settings):
-            key = each.metadata.get("key", each.name)
-            if each.metadata.get("python"):
-                cls = row.cls.rpartition(":")[2]
-                found[f"{row.section}.{each.name}"] = (
-                    f"it is an argument of the method in Python: keyhole.{cls}(model, {each.name}=...)"
-                )
-            elif key in RUN:
-                found[f"{row.section}.{each.name}"] = NOW.format(key)
-    return found
+MOVED = ("activations", "compile", "rounding", "beta1", "beta2", "eps", "threads")  # from methods to the run
+RENAMED = {"offload.reverse_graphs": "offload.graphs"} | {
+    f"{row.section}.{each.name}": each.metadata.get("key", each.name)
+    for row in METHODS.values()
+    for each in dataclasses.fields(row.settings)
+    if each.name in MOVED and each.metadata.get("key", each.name) in RUN
+}
+"""Keys of earlier versions, and their names now: still taken, with a line that says so."""
 
+PYTHON = "it is an argument of the method in Python: keyhole.{cls}(model, {name}=...)"
+LOAD = "it is an argument of keyhole.load in Python, for measurements: keyhole.load(..., {name}=...)"
+REMOVED = {f"{row.section}.{name}": why for row in METHODS.values() for name, why in row.settings.gone.items()}
+REMOVED |= {
+    f"{row.section}.{each.name}": PYTHON.format(cls=row.cls.rpartition(":")[2], name=each.name)
+    for row in METHODS.values()
+    for each in dataclasses.fields(row.settings)
+    if each.metadata.get("python")
+}
+REMOVED |= {f"offload.{name}": LOAD.format(name=name) for name in ("overlap", "reuse_slots")}
+REMOVED["offload.gather"] = "every rank uploads whole units; leave it out"
+"""Keys of earlier versions that are gone, and what to do instead."""
 
-NOW = "it is `{}`, a setting of the run"
-GONE = _gone()
+REMOVED_VALUES = {
+    "learning_rate=auto": "; no rate is searched any more: null is the method's default, and that of "
+    "zo.estimator=fzoo, whose steps are normalised, suits most models"
+}

@@ -17,11 +17,12 @@ import yaml
 
 from keyhole.config import rules
 from keyhole.config.faults import MOST_SHOWN, Finding, refuse, suggest_key, suggest_value
-from keyhole.config.fields import GONE, sections, settings
+from keyhole.config.fields import REMOVED, REMOVED_VALUES, RENAMED, sections, settings
 from keyhole.config.schema import TrainConfig
 from keyhole.config.types import NULL_TAG, Mismatch, is_null, parse, show, to_dict, to_node
 from keyhole.errors import UserError
 from keyhole.limits import choices
+from keyhole.methods import METHODS
 
 STR_TAG = "tag:yaml.org,2002:str"
 COMMAND_LINE = "command line"
@@ -100,7 +101,8 @@ def build_config(
     entries: dict[str, LocatedNode], source: str, faults: list[Finding] | None = None
 ) -> tuple[TrainConfig, list[str]]:
     """The config from these entries, and warnings. faults: those found so far."""
-    faults = faults or []
+    faults, renamed = faults or [], list[str]()
+    entries = _renamed(entries, faults, renamed)
     values = _typed(entries, faults)
     for key, setting in settings().items():
         if setting.default is MISSING and key not in entries:
@@ -115,7 +117,26 @@ def build_config(
     }
     config, faults, warnings = rules.apply(TrainConfig(**made))
     refuse(source, [_placed(fault, entries) for fault in faults])
-    return config, [str(_placed(warning, entries)) for warning in warnings]
+    return config, renamed + [str(_placed(warning, entries)) for warning in warnings]
+
+
+def _renamed(entries: dict[str, LocatedNode], faults: list[Finding], warnings: list[str]) -> dict[str, LocatedNode]:
+    """The entries by their names of today; the command line goes before the file under either name. One of the section
+    of another method is dropped, as that section is."""
+    method = entries["method"].node.value if "method" in entries else None
+    own = METHODS[method].section if isinstance(method, str) and method in METHODS else None
+    found = {key: entry for key, entry in entries.items() if key not in RENAMED}
+    for key in [key for key in entries if key in RENAMED]:
+        entry, new, beside = entries[key], RENAMED[key], entries.get(RENAMED[key])
+        typed = entry.where == COMMAND_LINE
+        if own is not None and not key.startswith((f"{own}.", "offload.")):
+            warnings.append(str(Finding(key, f"has no effect: the method is {method}", entry.where)))
+        elif beside is not None and (beside.where == COMMAND_LINE) == typed:
+            faults.append(Finding(key, f"is `{new}` now, which is given too; leave this one out", entry.where))
+        elif beside is None or typed:
+            warnings.append(str(Finding(key, f"is `{new}` now; the old name is still read", entry.where)))
+            found[new] = entry
+    return found
 
 
 def compose(text: str, source: str, empty: str = "start from a recipe: keyhole config ls") -> yaml.MappingNode:
@@ -196,8 +217,8 @@ def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
 def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, Any]:
     table, values = settings(), {}
     for key, entry in entries.items():
-        if key in GONE:
-            faults.append(Finding(key, f"is no key any more; {GONE[key]}", entry.where))
+        if key in REMOVED:
+            faults.append(Finding(key, f"is no key any more; {REMOVED[key]}", entry.where))
             continue
         if key not in table:
             near = suggest_key(key) if len(faults) < MOST_SHOWN else ""  # further ones are only counted
@@ -206,12 +227,14 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
         try:
             values[key] = parse(entry.node, table[key].type)
         except Mismatch as error:
-            items = entry.node.value if isinstance(entry.node, yaml.SequenceNode) else [entry.node]
-            texts = [str(item.value) for item in items if isinstance(item, yaml.ScalarNode)]
-            near = suggest_value(texts, choices(table[key].type))
+            inside = entry.node.value  # of a list: deeper levels are ignored (aliases can be recursive)
+            if isinstance(entry.node, yaml.SequenceNode):
+                inside = [item.value for item in inside if isinstance(item, yaml.ScalarNode)]
+            near = suggest_value(inside, choices(table[key].type)) or REMOVED_VALUES.get(f"{key}={inside}", "")
             faults.append(Finding(key, f"found {show(entry.node)}, expected {error}{near}", entry.where))
     return values
 
 
 def _placed(finding: Finding, entries: dict[str, LocatedNode]) -> Finding:
+    """The finding with the place where its key was set."""
     return replace(finding, where=entries[finding.key].where) if finding.key in entries else finding

@@ -7,6 +7,9 @@
 An argument is a setting if the part before the first = is the name of a setting, or could be a misspelt one. It is a
 file if a file of that name exists, if the part before = is not a word (runs/lr=1/my.yaml), or if it ends in .yaml. So
 the message for a misspelt setting suggests the nearest setting, and that for a misspelt file the nearest file.
+
+A recipe's first comment line is its title. If CONFIG is not a file but the name of a recipe, that recipe is used, so
+`keyhole train demo-zo` works from anywhere; the caller prints this. Anything else is refused with the nearest name.
 """
 
 import json
@@ -22,6 +25,8 @@ from keyhole.config.schema import TrainConfig
 from keyhole.errors import UserError
 
 DIRECTORY = Path(__file__).parents[1] / "configs"
+NO_FILE = "settings (no config file was named)"
+FILE_ENDINGS = (".yaml", ".yml")
 
 
 def recipes() -> dict[str, Path]:
@@ -83,7 +88,7 @@ def is_setting(word: str) -> bool:
     key, equals, _ = word.partition("=")
     if not equals or os.path.isfile(word):
         return False
-    return is_override(word) or (bool(re.fullmatch(r"[A-Za-z_][\w.-]*", key)) and not word.endswith((".yaml", ".yml")))
+    return is_override(word) or (bool(re.fullmatch(r"[A-Za-z_][\w.-]*", key)) and not word.endswith(FILE_ENDINGS))
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -96,4 +101,4 @@ def config_of_settings(
     words: Sequence[str], stand_ins: dict[str, object] | None = None
 ) -> tuple[TrainConfig, list[str]]:
     """The config from settings alone, and warnings. stand_ins: values for settings that the command does not use."""
-    return parse_config(json.dumps(stand_ins or {}), words, source="settings (no config file was named)", where="")
+    return parse_config(json.dumps(stand_ins or {}), words, source=NO_FILE, where="")

@@ -48,6 +48,7 @@ def is_null(node: yaml.Node) -> bool:
 
 
 def show(node: yaml.Node) -> str:
+    """The value as written by the user, shortened to one line."""
     if isinstance(node, yaml.SequenceNode):
         return "a list" if node.value else "an empty list"
     if isinstance(node, yaml.MappingNode):
@@ -166,7 +167,8 @@ class _Dumper(FASTEST):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     quoted = text in ("None", "none") or not text.isprintable()  # unquoted, PyYAML would fold unusual line breaks
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if quoted else None)
+    style = '"' if quoted else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)
@@ -190,7 +192,8 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
     values = dict(vars(config))
     for name, own in values.items():
         if dataclasses.is_dataclass(own):
-            kept = own_keys(type(own)) | {e.name for e in dataclasses.fields(own) if vars(own)[e.name] != e.default}
+            unusual = {e.name for e in dataclasses.fields(own) if vars(own)[e.name] != e.default}
+            kept = own_keys(type(own)) | unusual
             values[name] = {key: value for key, value in vars(own).items() if key in kept}
     if isinstance(config.gpu_memory, int):
         values["gpu_memory"] = Bytes(config.gpu_memory)
@@ -198,4 +201,5 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: TrainConfig) -> str:
+    """The config as YAML text."""
     return dump(to_dict(config))

@@ -76,6 +76,7 @@ BAD = [
     ("", ("dtype=fp16",), "did you mean `float16`?"),
     ("", ("gpu_memory=8G",), "write 8GiB (of 1024) or 8GB (of 1000)"),
     ("gpu_memory: 8 gi", (), "write 8GiB (of 1024) or 8GB (of 1000)"),
+    ("dtype: [bfloat16]", (), "one word is enough here: write bfloat16"),
     ("", ("report_to=[wandb, tensorbord]",), "did you mean `tensorboard`?"),
     ("eval_data: $NO_SUCH_VARIABLE/x.jsonl", (), "there is no variable NO_SUCH_VARIABLE in the environment"),
     ("", ("output_dir=~nosuchuser/x",), "found `~nosuchuser/x`, but there is no home directory of nosuchuser"),

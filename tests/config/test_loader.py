@@ -124,7 +124,7 @@ def test_all_faults_are_collected_with_their_lines() -> None:
     message = faults_of(text, "packing=maybe", "gpu_memory=8G", "learning_rate=auto")
     for part in (
         "8 problems",
-        "command line: learning_rate: found `auto`, expected number > 0 and <= 1e+30 or null",
+        "command line: learning_rate: found `auto`, expected number > 0 and <= 1e+30 or null; no rate is searched",
         "line 7: learnin_rate: unknown key; did you mean `learning_rate`?",
         "line 8: batch_size: found `eight`, expected whole number >= 1",
         "line 9: placement: found `streem`, expected resident | stream | auto; did you mean `stream`?",
@@ -263,13 +263,21 @@ def test_none_is_a_word_where_it_is_one() -> None:
     assert parse_config(GOOD, ["gpu_memory=none"])[0].gpu_memory is None
 
 
+def test_a_key_by_its_former_name_is_read_with_a_line_that_names_the_new_one() -> None:
+    """In a file and on the command line, which goes before the file; only in the section of the method."""
+    good = GOOD.replace("zo", "lomo")
+    config, warnings = parse_config(good + "lomo: {activations: host}\nlsp: {compile: true}\n")
+    assert config.activations == "host" and not config.compile
+    assert "lomo.activations: is `activations` now" in warnings[0] and "lsp.compile: has no effect" in warnings[1]
+    assert parse_config(good + "activations: none\n", ["lomo.activations=host"])[0].activations == "host"
+    assert parse_config(good.replace("lomo", "adamw") + "adamw.eps: 1e-6\n")[0].adam_epsilon == 1e-6
+    assert "lomo.compile: is `compile` now, which is given too" in faults_of(
+        good + "compile: true\nlomo.compile: false\n"
+    )
+
+
 def test_a_key_that_is_gone_says_what_to_do_instead() -> None:
-    """An ablation is an argument in Python; what several methods have is a setting of the run."""
-    gone = "is no key any more; it is"
-    message = faults_of(GOOD + "lomo: {activations: host}\n", "adamw.eps=1e-6", "offload.reverse_graphs=false")
-    for key, name in (("lomo.activations", "activations"), ("adamw.eps", "adam_epsilon")):
-        assert f"{key}: {gone} `{name}`, a setting of the run" in message
-    assert f"offload.reverse_graphs: {gone} `offload.graphs`" in message
+    """An ablation is an argument in Python."""
     assert "lomo.fused: is no key any more; it is an argument of the method in Python" in faults_of(
         GOOD, "lomo.fused=true"
     )

@@ -49,10 +49,7 @@ REFUSED = [
     ({"method": "sgd", "wire": "bf16"}, "wire=null"),
     ({"method": "lsp", "activations": "none"}, "activations: found `none`; lsp has block | host | auto"),
     ({"method": "zo", "rounding": "kahan"}, "rounding: found `kahan`; zo has stochastic | nearest"),
-    (
-        {"method": "lomo", "lomo": LOMOConfig(activations="host")},
-        "is no key any more; it is `activations`",
-    ),
+    ({"method": "lomo", "lomo": LOMOConfig(activations="host")}, "lomo.activations: is `activations` now"),
     ({"method": "lomo", "lomo": LOMOConfig(fused=False)}, "keyhole.LOMO(model, fused=...)"),
     ({"method": "zo", "wire": "fp8", "max_steps": 1001}, "accept it with zo.fp8_steps=1001"),
     ({"method": "zo", "wire": "int4"}, "zo with zo.rank=2 zo.fold=false, lora"),
