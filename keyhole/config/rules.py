@@ -40,7 +40,7 @@ def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding
 def _path_faults(config: TrainConfig) -> Iterator[Finding]:
     """Paths that the environment or the file system cannot resolve."""
     for key in ("model", "train_data", "eval_data", "task", "task_data", "output_dir"):
-        for path in _as_list(vars(config)[key]):
+        for path in as_list(vars(config)[key]):
             if unset := re.search(r"\$\{?(\w+)", expanded(path)):
                 yield Finding(key, f"found `{path}`, but there is no variable {unset[1]} in the environment")
             if expanded(path).startswith("~") and not os.path.exists(path):
@@ -187,11 +187,11 @@ def _fill(config: TrainConfig) -> TrainConfig:
 
 
 def _locate_all(data: str | list[str] | None, stands_for: Path) -> str | list[str] | None:
-    found = [assets.locate(expanded(item), stands_for) for item in _as_list(data)]
+    found = [assets.locate(expanded(item), stands_for) for item in as_list(data)]
     return found if isinstance(data, list) else found[0] if found else None
 
 
-def _as_list(value: str | list[str] | None) -> list[str]:
+def as_list(value: str | list[str] | None) -> list[str]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 

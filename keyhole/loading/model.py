@@ -228,7 +228,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 def _pin(model: Model, touch: bool) -> None:
     """Page-locks the streamed homes."""
     if model.engine.streamed and model.device.type == ACCELERATOR:
-        flats = model.host_memory()
+        flats = model.engine.host_memory()
         if touch and not model.engine.shared:  # uses all cores; pinning alone would touch the pages on one core
             for flat in flats:
                 flat.fill_(0)

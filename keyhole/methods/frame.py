@@ -2,7 +2,7 @@
 update. (Method.step in base.py takes up or refuses what a caller has changed, then calls `_step`.)
 
     settle      what other methods have deferred is applied to the weights
-    share       the micro-batches of the step, split into passes that the budget has room for (Model.split), and of
+    share       the micro-batches of the step, split into passes that the budget has room for (batch.py), and of
                 these this rank's (shards.py); a rank without any repeats one with weight 0
     forward     all passes go through a block while its weights are there; the loss is the mean over all trained tokens
                 (or questions) of all ranks, so several passes are one large batch

@@ -66,6 +66,16 @@ def split(batch: Batch, rows: int) -> list[Batch]:
     return [*parts, loss.part(batch, begin, count)]
 
 
+def split_all(batches: list[Batch], rows: int | str, tokens: int | None) -> list[Batch]:
+    """Batches in passes of at most so many rows; auto: of at most so many tokens, if there is a limit. So a split
+    depends on the shape of a batch and the plan alone."""
+    if rows == "auto" and tokens is None:
+        return batches
+    widths = [one["input_ids"].shape[1] for one in batches]
+    counts = [max(1, (tokens or 0) // width) if rows == "auto" else int(rows) for width in widths]
+    return [part for one, count in zip(batches, counts, strict=True) for part in split(one, count)]
+
+
 def as_list(batch: Batch | Sequence[Batch]) -> list[Batch]:
     """A step takes one batch or the list of its micro-batches."""
     if not isinstance(batch, Mapping | Iterable):

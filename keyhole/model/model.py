@@ -34,7 +34,7 @@ from keyhole.errors import UserError, warn
 from keyhole.machine.gpu import ACCELERATOR, accelerator, give_back
 from keyhole.machine.held import Changes, alone
 from keyhole.model.attached import Attached, AttachedMethods, computes
-from keyhole.model.batch import Batch, DeviceBatch, as_list, split
+from keyhole.model.batch import Batch, DeviceBatch, as_list, split_all
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward.binding import Binding, DeviceWeights
@@ -107,6 +107,8 @@ class Model(Closable):
         self.factored: set[int] = set()  # ids of modules whose forward asks for them
         self._lockstep = Lockstep()
         self._lockstep.expect = weakly(self.expect)
+        self.holds = self._lockstep.holds  # what passes hold that wait for a block (block_at_once)
+        self.pass_tokens = None if placed is None else placed.pass_tokens  # of a pass that can be parted, at most
         self.patches, self.changes = Patches(), changes or Changes()
         self.changes.callback(self.patches.close)
         self._put_back = weakref.finalize(self, self.changes.close)
@@ -161,26 +163,15 @@ class Model(Closable):
         return self.send(self.checked(batch, of_step))
 
     def checked(self, batch: Batch | Sequence[Batch], of_step: bool = True) -> list[Batch]:
-        """The passes of a step: its micro-batches, split as the method's settings or the plan say. UserError if they
-        cannot be trained on. of_step: warns if the step is larger than what memory was planned for; evaluations have a
-        size of their own."""
+        """The passes of a step: its micro-batches, split as the method's settings or the plan say; UserError if they
+        cannot be trained on. of_step: warns if the step is larger than planned; evaluations have their own size."""
         batches, method = as_list(batch), self.methods.stepping
         self.head.check(batches, self.layout.table.shape[0])
         if of_step and method is not None:
-            batches = self.split(batches, method.settings.micro_batch_size)
+            batches = split_all(batches, method.settings.micro_batch_size, self.pass_tokens)
             if self.placed is not None:
                 self.placed.check_step(method.name, method.settings, [one["input_ids"].shape for one in batches])
         return batches
-
-    def split(self, batches: list[Batch], rows: int | str = "auto") -> list[Batch]:
-        """These batches in passes of at most so many rows; auto: of at most as many tokens as the budget was planned
-        for. So a split depends on the shape of a batch and the budget alone."""
-        most = None if self.placed is None else self.placed.pass_tokens
-        if rows == "auto" and most is None:
-            return batches
-        widths = [one["input_ids"].shape[1] for one in batches]
-        counts = [max(1, (most or 0) // width) if rows == "auto" else int(rows) for width in widths]
-        return [part for one, count in zip(batches, counts, strict=True) for part in split(one, count)]
 
     def send(self, batches: list[Batch], shares: bool = False, joins: bool = False) -> list[DeviceBatch]:
         """Checked batches, copied to the device. For passes without a backward pass: shares: candidates may share a row
@@ -254,11 +245,6 @@ class Model(Closable):
         finally:
             passes.steady, passes.block_at_once, passes.streams = False, False, {}
 
-    @property
-    def passes_hold(self) -> dict[int, tuple[int, tuple]]:
-        """The passes that wait for a block, with the block and what they will call it with (block_at_once)."""
-        return self._lockstep.holds
-
     def expect(self, units: list[Unit]) -> None:
         """Tells the engine which units of a stack of experts the sweep visits next: the router has chosen."""
         among = set().union(*{id(unit.tensors[0]): self._stack_pages[unit.tensors[0].name] for unit in units}.values())
@@ -278,7 +264,7 @@ class Model(Closable):
     @torch.no_grad()
     def nll(self, batch: Batch | Sequence[Batch]) -> Scores | list[Scores]:
         """Summed NLL and number of trained tokens of each row. The batches of a list run in lockstep."""
-        parts = [self.split([one]) for one in self.checked(batch, of_step=False)]
+        parts = [split_all([one], "auto", self.pass_tokens) for one in self.checked(batch, of_step=False)]
         found = iter(evaluation.nll_by_row(self, self.send(sum(parts, []), shares=True)))
         results: list[Any] = [tuple(map(torch.cat, zip(*islice(found, len(one)), strict=True))) for one in parts]
         return results[0] if isinstance(batch, Mapping) else results
@@ -389,7 +375,7 @@ class Model(Closable):
             rest.callback(give_back)
             rest.callback(vars(self).clear)
             rest.callback(empty, self.module)
-            rest.callback(lambda: list(map(arena.unpin, self.host_memory())) if self.pinned else ())
+            rest.callback(lambda: list(map(arena.unpin, self.engine.host_memory())) if self.pinned else ())
             rest.callback(self._put_back)
             rest.callback(tuple if self.engine.gate is None else self.engine.gate.close)
             for method in self.methods.trained:
@@ -402,13 +388,6 @@ class Model(Closable):
                     self.engine.wait_for_homes()
             except Exception as error:  # a step that broke cannot be completed
                 warn(f"close: the last step is not in the weights: {error}")
-
-    def host_memory(self) -> list[torch.Tensor]:
-        """The host memory that holds streamed homes: one tensor, or two if ranks share some of the homes."""
-        flats = [*(self.engine.homes[page] for page in sorted(self.engine.streamed))]
-        flats += [flat for _, flat in self.engine.parts().values()]
-        storages = {flat.untyped_storage().data_ptr(): flat for flat in flats if flat.device.type == "cpu"}
-        return [arena.storage_of(flat) for flat in storages.values()]
 
     @property
     def original(self) -> str | None:

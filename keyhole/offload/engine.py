@@ -38,6 +38,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.machine.gpu import ACCELERATOR, accelerator
+from keyhole.offload import arena
 from keyhole.offload.slots import POISON, FreeSlots, Slot, lend
 from keyhole.offload.stalls import Stalls
 
@@ -322,6 +323,12 @@ class Engine:
             self._upload(page)
             if not self.overlap:
                 return
+
+    def host_memory(self) -> list[torch.Tensor]:
+        """The host memory that holds streamed homes: one tensor, or two if ranks share some of the homes."""
+        flats = [*(self.homes[page] for page in sorted(self.streamed)), *(flat for _, flat in self.parts().values())]
+        storages = {flat.untyped_storage().data_ptr(): flat for flat in flats if flat.device.type == "cpu"}
+        return [arena.storage_of(flat) for flat in storages.values()]
 
     # -- what differs where ranks have parts of pages (sharded.py) -----------------------------------------------------
 

@@ -148,7 +148,7 @@ class Reverse:
         # compiled code cannot stop inside a block; ranks must visit the same units, whichever experts their tokens need
         block_at_once = self.compiled is not None or model.sharded
         block_at_once = block_at_once or (len(batches) > 1 and not self.layout.has_expert_units)
-        store, holds = self.store, model.passes_hold
+        store, holds = self.store, model.holds
         parks = store.parks and block_at_once
         held: list[Unit] = []
 
