@@ -28,7 +28,8 @@ import torch
 from keyhole.methods import shards
 from keyhole.methods.base import Method
 from keyhole.methods.dropout import ModelDropout
-from keyhole.model.backward.reverse import Reverse, check_loss
+from keyhole.model.backward.refusals import check_loss
+from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Sink
 from keyhole.model.batch import Batch
 

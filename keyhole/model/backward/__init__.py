@@ -11,5 +11,6 @@ recompute.py          recomputation of a block, whose linear layers offer their 
 experts.py            gradients of experts that are loaded one at a time
 recorded.py           small blocks as CUDA graphs (model/recorder.py)
 attention.py          attention whose backward pass gives the same bits every time
+refusals.py           what cannot be differentiated, and why
 memory.py             the device bytes of the backward pass
 """
