@@ -47,6 +47,19 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     trim(tmp_path / "absent", ".kept", 0)
 
 
+def test_a_cache_has_at_most_4_gib(tmp_path: Path) -> None:
+    """Of every kind, by the sizes of its files, which may have holes."""
+    for i, name in enumerate(("a.kept", "b.kept")):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2**31)
+        os.utime(tmp_path / name, ns=(i, i))
+    trim(tmp_path, ".kept")
+    assert len(os.listdir(tmp_path)) == 2
+    (tmp_path / "c.kept").write_bytes(b"x")
+    trim(tmp_path, ".kept")
+    assert sorted(os.listdir(tmp_path)) == ["b.kept", "c.kept"]
+
+
 def test_files_of_the_user_stay(tmp_path: Path) -> None:
     """KEYHOLE_CACHE=~/project, whose data/ holds data sets: they are neither counted nor deleted. What a killed process
     left of an entry goes."""

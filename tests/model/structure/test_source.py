@@ -79,6 +79,18 @@ def test_a_vocabulary_of_special_tokens_is_named(directory: Path) -> None:
             read()
 
 
+@pytest.mark.parametrize(("most", "is_read"), [(2**22, True), (2**22 + 1, False)])
+def test_an_id_that_no_model_has_is_refused(directory: Path, most: int, is_read: bool) -> None:
+    """The largest counts."""
+    write(directory, "merges.txt")
+    (directory / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": most}))
+    if is_read:
+        assert read_tokenizer(directory)("ab").input_ids == [most]
+    else:
+        with pytest.raises(UserError, match="a token has the id 4,194,305, and no model has more than 4,194,304"):
+            read_tokenizer(directory)
+
+
 def test_bytes_need_no_vocabulary(directory: Path) -> None:
     """ByT5's tokenizer is its config."""
     from transformers import ByT5Tokenizer
