@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import keyhole
 from keyhole.disk.weight_files import gguf_settings
 from keyhole.errors import UserError
+from keyhole.model.weights.fit import match_names
 from tests.disk.published import write_gguf
 from tests.model.decoders import config
 
@@ -37,6 +38,20 @@ def test_what_is_left_out_is_named(tiny_model: Path, tmp_path: Path) -> None:
     layers = json.loads((tiny_model / "config.json").read_text())["num_hidden_layers"]
     (line,) = said(altered(tiny_model, tmp_path / "l", {}, num_hidden_layers=layers - 1))
     assert "9 tensors" in line and f"model.layers.{layers - 1}." in line and "and 6 more" in line
+
+
+@pytest.mark.parametrize("name", ["model.shift", "shift"])
+@pytest.mark.parametrize("in_file", ["model.shift", "shift"])
+def test_a_saved_buffer_has_its_name_with_or_without_the_prefix(
+    name: str, in_file: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """In the module and in the files; one that no file has is left as it is."""
+    model = keyhole.load(tiny_model, device="cpu")
+    (model.module.model if "." in name else model.module).register_buffer("shift", torch.zeros(3))
+    parameters = match_names(model.module, model.layout, tiny_model)
+    assert name not in parameters and len(parameters) == len(model.layout.tensors)
+    found = match_names(model.module, model.layout, altered(tiny_model, tmp_path / "m", {in_file: torch.ones(3)}))
+    assert found == parameters | {name: in_file}
 
 
 def test_codes_are_not_taken_for_weights(tiny_model: Path, tmp_path: Path) -> None:
