@@ -13,7 +13,6 @@ from keyhole.config import TrainConfig, resolve
 from keyhole.errors import UserError
 from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.model.structure.config_files import identity
 from keyhole.training.start import train
 
 KINDS = {
@@ -54,10 +53,3 @@ def test_another_config_under_the_weights_is_refused(
     if kind == "journal":
         with pytest.raises(UserError, match=f"BASE: .*{words}"):
             replay(str(base), out, tmp_path / "again", device="cpu")
-
-
-def test_what_identifies_a_config() -> None:
-    """Keys of configs inside it count; dtype does under either name; who wrote the file does not."""
-    inside = {"text_config": {"eps": 1, "transformers_version": "4"}, "torch_dtype": "float32"}
-    assert identity(inside) == identity({"dtype": "float32", "text_config": {"eps": 1}, "_name_or_path": "x"})
-    assert identity(inside) == {"text_config.eps": 1, "dtype": "float32"}
