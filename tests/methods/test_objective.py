@@ -17,7 +17,7 @@ from keyhole.methods.zo.method import ZO
 from keyhole.model.structure import layout as layout_module
 from tests.matrix import in_every_run
 from tests.model.candidates import candidate_batch, plain_candidates_loss
-from tests.model.decoders import config
+from tests.model.decoders import load
 from tests.model.streaming import assert_trained_alike, streamed
 
 EPS = 1e-3  # of Adam: some biases have no gradient but rounding, which it would blow up
@@ -33,10 +33,6 @@ OWN: dict[str, dict[str, Any]] = {  # settings for a model of width 32
     "galore": {"rank": 4, "eps": EPS},
 }
 STREAMED = [name for name in METHODS if METHODS[name].streams]
-
-
-def load(name: str = "llama", **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", **{"device": "cpu", **options})
 
 
 def make(name: str, model: keyhole.Model, **options: Any) -> Method:

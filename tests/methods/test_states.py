@@ -15,6 +15,7 @@ from tests.matrix import in_every_run
 from tests.methods.lomo.loops import weights
 from tests.model.decoders import batch, config
 from tests.model.streaming import trained
+from tests.training.runs import same as equal
 
 OWN: dict[str, dict[str, Any]] = {"lsp": {"d": 16, "r": 2, "learn": False}, "galore": {"rank": 4}}
 
@@ -29,10 +30,6 @@ def step(method: Method, seed: int) -> dict[str, torch.Tensor]:
     method.step(batch(seed=seed))
     method.flush()
     return trained(method)
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("name", METHODS)
