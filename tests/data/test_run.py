@@ -174,3 +174,13 @@ def test_a_resumed_run_keeps_the_day_the_padding_and_the_order_that_it_began_wit
     assert data_settings(config, {"padding": ["auto", 16, 128], "stratified": 1}).stratify is False
     with pytest.raises(UserError, match="--resume: what the checkpoint says of its data cannot be used"):
         data_settings(config, {"padding": 3})
+
+
+def test_questions_of_a_task_are_training_rows() -> None:
+    """As many as were asked for, with right answers that are trained; if none fits, that is said."""
+    given = {"task": "demo", "num_train": 8, "num_dev": 4, "num_eval": 4, "batch_size": 4, "data_cache": None}
+    data = load_data(DataSettings(**given, model="demo", max_length=128))
+    assert len(data.train.dataset.lengths) == 8 and len(next(data.train)) == 1
+    assert [len(task.questions) for tasks in (data.dev, data.test) for task in tasks] == [4, 4]
+    with pytest.raises(UserError, match="^task: "):
+        load_data(DataSettings(**given, model="demo", max_length=2, overlong="drop"))

@@ -67,6 +67,12 @@ def test_losses_of_two_kinds_are_not_drawn_as_one(tmp_path: Path, loss: str) -> 
     assert ("loss by step" in made and "Loss <b>0.7000</b>" in made and "Dev: <b>loss 5.0000" in made) != two
 
 
+@pytest.mark.parametrize("state", ["running", "done", "stopped", "failed"])
+def test_only_the_page_of_a_run_that_goes_on_loads_itself_again(state: str, tmp_path: Path) -> None:
+    made = make_page(View("x", tmp_path, Story(state=state, total=1), Curves()))
+    assert ("http-equiv" in made) == (state == "running")
+
+
 def test_lines_that_are_no_entries_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not one that is still being written; a line without end is left behind whole, and so is a huge file."""
     path = tmp_path / "metrics.jsonl"

@@ -71,7 +71,7 @@ def test_the_numbers_of_a_step_are_on_a_gpu_where_steps_run_ahead(monkeypatch: p
         monkeypatch.setattr(LOMO, "waits", waits)
         return LOMO(load(), **how).update.numbers is not None
 
-    assert not has_numbers() and not has_numbers(compile=IN_PLACE)
+    assert not has_numbers() and not has_numbers(compile=IN_PLACE) and LOMO(load()).reads
     monkeypatch.setattr("keyhole.methods.lomo.method.ACCELERATOR", "cpu")
     assert not has_numbers() and has_numbers(compile=IN_PLACE) and not has_numbers(waits=True, compile=IN_PLACE)
     real = LOMO._differentiate
