@@ -8,6 +8,7 @@ comes; at the end, a line per process. A process that is ended by a signal, or l
 """
 
 import argparse
+import os
 import random
 import re
 import subprocess
@@ -56,33 +57,22 @@ def main() -> int:
     print(f"{len(tests)} tests, seed {args.seed}, {args.processes} processes", flush=True)
     args.logs.mkdir(parents=True, exist_ok=True)
     running, seen, begin = [], [0] * args.processes, time.monotonic()
+    env = {"OMP_NUM_THREADS": "2"} | os.environ  # all processes side by side would have a thread per core each
     logs = [args.logs / f"{i}.log" for i in range(args.processes)]
     for i, log in enumerate(logs):
         names = args.logs / f"{i}.txt"
         names.write_text("\n".join([FIRST, *tests[i :: args.processes]]))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-v",
-            "--tb=short",
-            "--durations=25",
-            "-o",
-            "addopts=",
-            "-p",
-            "no:logging",
-        ]
-        command += ["--import-mode=importlib", "-p", "no:cacheprovider", "-p", "tests.processes", f"@{names}"]
-        running.append(subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT))
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--durations=25", "--import-mode=importlib"]
+        command += ["-o", "addopts=", "-p", "no:logging", "-p", "no:cacheprovider", "-p", "tests.processes"]
+        command.append(f"@{names}")
+        running.append(subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=env))
     while True:
         alive = [process for process in running if process.poll() is None]
         for i, log in enumerate(logs):
             text = log.read_text(errors="replace")
             for line in text[seen[i] :].splitlines():
-                if (
-                    re.search(r"::.*(FAILED|ERROR)|^(FAILED|ERROR) |^Fatal|left behind", line)
-                    and "fails_first" not in line
-                ):
+                told = re.search(r"::.*(FAILED|ERROR)|^(FAILED|ERROR) |^Fatal|left behind", line)
+                if told and "fails_first" not in line:
                     print(f"[{i}] {line[:300]}", flush=True)
             seen[i] = text.rfind("\n") + 1
         if not alive:

@@ -1,11 +1,9 @@
 """Every shipped recipe: reads, is in order, and starts with its manual."""
 
-from pathlib import Path
-
 import pytest
 
 from keyhole.config import load_config, resolve
-from keyhole.config.recipes import find_config, recipes
+from keyhole.config.recipes import recipes
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -28,13 +26,3 @@ def test_recipe_starts_with_its_manual(name: str) -> None:
     assert examples
     for overrides in examples:
         assert load_config(recipes()[name], [word for word in overrides if "=" in word])
-
-
-@pytest.mark.parametrize("typed", ["demo-zo", "demo-zo.yaml", "configs/demo-zo.yaml"])
-def test_a_recipe_is_found_by_name_from_anywhere(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With or without the ending; a file of that name in the current directory comes first."""
-    monkeypatch.chdir(tmp_path)
-    assert find_config(typed) == (recipes()["demo-zo"], True)
-    Path("configs").mkdir()
-    Path(typed).write_text("model: mine")
-    assert find_config(typed) == (Path(typed), False)

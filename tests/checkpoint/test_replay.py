@@ -19,6 +19,7 @@ from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.weights import save
 from keyhole.training.start import train
 from tests.matrix import in_every_run
+from tests.training.runs import same
 
 VARIANTS = {
     "fp32": {},
@@ -53,10 +54,6 @@ def run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Callable[..., Trai
 
 def weights(path: Path | str) -> dict[str, torch.Tensor]:
     return load_file(Path(path) / "model.safetensors")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @in_every_run(lambda variant: variant not in FROM_THE_BASE or variant == "fp32")

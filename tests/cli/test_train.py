@@ -98,18 +98,3 @@ def test_bad_configs_are_one_message_exit_2_and_nothing_written(
     printed = capsys.readouterr()
     assert says in printed.err and "Traceback" not in printed.err and printed.out == ""
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_run_directory_instead_of_its_config(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("model: x")
-    assert main(["train", str(tmp_path)]) == 2
-    assert str(tmp_path / "run" / "config.yaml") in capsys.readouterr().err
-
-
-def test_a_misspelt_config_name_is_answered_by_the_nearest(tmp_path: Path, config: str, capsys: Any) -> None:
-    """Files beside it come first, then shipped recipes."""
-    assert main(["train", config.replace("good", "goood")]) == 2
-    assert f"did you mean `{config}`?" in capsys.readouterr().err
-    assert main(["train", "demo-zoo"]) == 2
-    assert "did you mean `demo-zo`?" in capsys.readouterr().err

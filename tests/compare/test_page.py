@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from keyhole.compare import page as page_module
 from keyhole.compare.file import Comparison
 from keyhole.compare.page import make_page
 from keyhole.compare.result import Result
@@ -146,3 +147,34 @@ def test_the_page_names_the_model_where_there_are_several() -> None:
         assert html.count(f"<td class='left'>t, {model}</td>") == 2
     assert "<th class='left'>task</th>" in html, "above its column"
     assert "t, m" not in make_page(comparison, made[:1], ENVIRONMENT)
+
+
+def test_charts_and_bars_are_of_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A curve is the mean of the seeds that did not fail, between the lowest and the highest; a test score lies at the
+    peak of memory; the longest bar is the best cell's, also where less is better; accuracies are in percent."""
+    comparison = Comparison("c", "s", {"m": "d"}, {"t": {}}, {"a": {}, "b": {}, "c": {}}, [0, 1], "out")
+    drawn: list[Any] = []
+    monkeypatch.setattr(page_module, "chart", lambda lines, *about: drawn.append((lines, about)) or "")
+    later = [[3, 0.7, 0.2], [6, 1.2, None], [9, 2.0, 0.1]]
+    for metric, scale, widths in (("accuracy", 100, [6, 53, 100]), ("perplexity", 1, [100, 53, 6])):
+        runs = [result("a", dev_metric=metric, curve=[[2, 0.5, 0.6], [4, 1.0, 0.8]])]
+        runs += [result("a", dev_metric=metric, curve=later), result("a", error="oh", curve=[[2, 0.5, 9.0]])]
+        how = {"metric": metric, "dev_metric": metric, "gpu_gib": 1.5, "spread": 0.01, "runs": runs}
+        made = [Cell("m", "t", name, (), mean=mean, **how) for name, mean in (("a", 0.5), ("b", 0.6), ("c", 0.7))]
+        made.append(Cell("m", "t", "zero-shot", dev_metric=metric, dev_mean=0.3))
+        drawn.clear()
+        html = make_page(comparison, made, ENVIRONMENT)
+        ((line, *_), about), ((by_time, *_), _), (points, _) = drawn
+        assert (line.x, line.y) == ([2.5, 5.0], pytest.approx([0.4 * scale, 0.8 * scale]))
+        assert (line.low, line.high) == (
+            pytest.approx([0.2 * scale, 0.8 * scale]),
+            pytest.approx([0.6 * scale, 0.8 * scale]),
+        )
+        assert by_time.x == pytest.approx([0.6, 1.1]) and about[-1] == pytest.approx(0.3 * scale)
+        assert [(point.x, point.low, point.high) for point in points] == [
+            ([1.5], pytest.approx([(mean - 0.01) * scale]), pytest.approx([(mean + 0.01) * scale]))
+            for mean in (0.5, 0.6, 0.7)
+        ]
+        assert [int(width) for width in re.findall(r"class='bar'><span style='width:(\d+)%", html)] == widths
+        best = "70.0" if scale == 100 else "0.500"
+        assert re.findall(r"<td class='best'><b>([\d.]+)", html) == [best]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from keyhole.cli import main
-from keyhole.config.recipes import config_of_settings, recipes, split_words
+from keyhole.config.recipes import config_of_settings, find_config, recipes, split_words
 from keyhole.errors import UserError
 
 WORDS = [
@@ -57,3 +57,33 @@ def test_cp_copies_byte_for_byte_and_never_over_a_file(tmp_path: Path, monkeypat
     assert main(["config", "cp", "demo-zo", "mine.yaml"]) == 2
     assert Path("mine.yaml").read_text() == "precious" and "exists" in capsys.readouterr().err
     assert main(["config", "cp", "demo-zo", "no/such/folder.yaml"]) == 2
+
+
+@pytest.mark.parametrize("typed", ["demo-zo", "demo-zo.yaml", "configs/demo-zo.yaml"])
+def test_a_recipe_is_found_by_name_from_anywhere(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With or without the ending; a file of that name in the current directory comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert find_config(typed) == (recipes()["demo-zo"], True)
+    Path("configs").mkdir()
+    Path(typed).write_text("model: mine")
+    assert find_config(typed) == (Path(typed), False)
+
+
+def test_what_is_no_config_is_told_from_what_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run, a model and another directory; a misspelt file, then a misspelt recipe; a recipe of another place."""
+    monkeypatch.chdir(tmp_path)
+    for file in ("out/run/config.yaml", "model/config.json", "mine.yaml"):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    told = {
+        "out": "the config of that run is out/run/config.yaml",
+        "model": "to name a model, write model=model",
+        "model/..": "a config is a YAML file",
+        "min.yaml": "did you mean `mine.yaml`?",
+        "demo-zoo": "did you mean `demo-zo`?",
+        "out/demo-zo": "no such config file",
+    }
+    for typed, hint in told.items():
+        with pytest.raises(UserError) as caught:
+            find_config(typed)
+        assert hint in str(caught.value)

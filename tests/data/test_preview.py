@@ -2,16 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
-
-import pytest
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from keyhole.data.prepare import prepare
-from keyhole.data.preview import preview
-from keyhole.data.tokenizer import token_texts
+from keyhole.data.preview import GREEN, marked, preview
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
 
@@ -63,26 +56,17 @@ def test_packed_rows_show_their_samples(tmp_path: Path) -> None:
     assert text.count("TRAINED") == 2
 
 
-LLAMA_2 = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", left=1, right=0)]
-
-
-@pytest.mark.parametrize(
-    ("decoder", "words", "shown"),
-    [
-        (
-            decoders.Sequence(LLAMA_2),
-            ["<s>", "▁The", "▁so", "up", "▁▁", "<0x0A>"],
-            ["<s>", " The", " so", "up", "  ", "\n"],
-        ),
-        (decoders.Metaspace(), ["▁The", "▁so", "up"], [" The", " so", "up"]),
-        (decoders.WordPiece(), ["the", "so", "##up", "."], [" the", " so", "up", "."]),
-        (decoders.ByteLevel(), ["The", "Ġsoup", "Ã", "Ċ"], ["The", " soup", "\ufffd", "\n"]),
-    ],
-    ids=["llama-2", "metaspace", "wordpiece", "byte-level"],
-)
-def test_a_token_keeps_its_space(decoder: Any, words: list[str], shown: list[str]) -> None:
-    """SentencePiece and WordPiece take it off a token that is decoded alone; a part of a character stays a mark."""
-    made = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    made.decoder = decoder
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
-    assert token_texts(tokenizer, list(range(len(words)))) == shown
+def test_a_page_shows_the_first_rows_and_marks_what_is_trained(tmp_path: Path) -> None:
+    """The tokens of the preview, at most four samples, and of long runs both ends; colour marks the same tokens."""
+    tok = tokenizer(chats.CHATML)
+    rows = [{"messages": chat("Q" * n, "yes")} for n in (2, 500)]
+    dataset = prepare(write(tmp_path, *rows), tok)
+    (where, told, words), (_, _, longer) = marked(dataset, tok)
+    assert (
+        where.endswith("a.jsonl, line 1") and told.endswith("tokens, 3 trained") and len(marked(dataset, tok, 1)) == 1
+    )
+    assert [is_trained for is_trained, _ in words] == [False, True, False]
+    assert "".join(text for _, texts in words for text in texts) == tok.decode(dataset[0].input_ids)
+    assert f" … {dataset.lengths[1] - 4 - 240:,} more … " in longer[0][1]
+    assert len(marked(prepare(write(tmp_path, *rows * 3), tok), tok, 6)) == 4
+    assert [line for line in preview(dataset, tok, color=True).splitlines() if GREEN in line][0].count("TRAINED") == 1

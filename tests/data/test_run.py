@@ -3,14 +3,16 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keyhole import assets
+from keyhole.config import TrainConfig
 from keyhole.data.run import load_data, load_tokenizer, preview_data
-from keyhole.data.settings import DataSettings
+from keyhole.data.settings import DataSettings, data_settings
 from keyhole.errors import UserError
 
 
@@ -155,3 +157,30 @@ def test_held_out_samples_that_are_trained_on_are_counted(tiny_model: Path, tiny
         assert any("eval:  warning: 3 of the 4 samples are also in train_data" in line for line in data.report)
     data = load_data(settings(tiny_model, tiny_data, eval_data=str(tmp_path / "apart.jsonl")))
     assert not any("also in train_data" in line for line in data.report)
+
+
+def test_a_resumed_run_keeps_the_day_the_padding_and_the_order_that_it_began_with() -> None:
+    """What the config names is not asked of the checkpoint, and what is no such state is refused."""
+    config = TrainConfig(model="m", method="zo", output_dir="o", pad_to_multiple_of="auto", stratify="auto")
+    found = data_settings(config)
+    assert (found.model, found.template_date, found.padding, found.stratify) == ("m", None, None, "auto")
+    found = data_settings(config, {"padding": ["auto", 16, 128], "date": "2024-02-28", "stratified": True})
+    assert (found.pad_to_multiple_of, found.padding) == ("auto", (16, 128))
+    assert (found.template_date, found.stratify) == ("2024-02-28", True)
+    named = replace(config, template_date="2025-01-31", stratify=False)
+    found = data_settings(named, {"padding": [8, 8, None], "date": "2024-02-28", "stratified": True})
+    assert (found.pad_to_multiple_of, found.padding) == (8, None)
+    assert (found.template_date, found.stratify) == ("2025-01-31", False)
+    assert data_settings(config, {"padding": ["auto", 16, 128], "stratified": 1}).stratify is False
+    with pytest.raises(UserError, match="--resume: what the checkpoint says of its data cannot be used"):
+        data_settings(config, {"padding": 3})
+
+
+def test_questions_of_a_task_are_training_rows() -> None:
+    """As many as were asked for, with right answers that are trained; if none fits, that is said."""
+    given = {"task": "demo", "num_train": 8, "num_dev": 4, "num_eval": 4, "batch_size": 4, "data_cache": None}
+    data = load_data(DataSettings(**given, model="demo", max_length=128))
+    assert len(data.train.dataset.lengths) == 8 and len(next(data.train)) == 1
+    assert [len(task.questions) for tasks in (data.dev, data.test) for task in tasks] == [4, 4]
+    with pytest.raises(UserError, match="^task: "):
+        load_data(DataSettings(**given, model="demo", max_length=2, overlong="drop"))

@@ -24,6 +24,7 @@ from keyhole.errors import UserError
 from keyhole.model.structure import find
 from keyhole.model.structure.layout import find_layout
 from tests.families.tiny import tiny_config
+from tests.methods.lomo.loops import weights
 from tests.model.decoders import batch
 from tests.model.streaming import streamed
 
@@ -33,10 +34,6 @@ LR = 0.5
 def load(model_type: str, **changes: Any) -> keyhole.Model:
     """A tiny random model of this type, in fp32."""
     return keyhole.load(tiny_config(model_type, **changes), init="random", device="cpu", dtype="float32")
-
-
-def weights(model: keyhole.Model) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.named_tensors()}
 
 
 def sgd_step(model_type: str, state: dict[str, torch.Tensor], one: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

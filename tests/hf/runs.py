@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-import keyhole
 from keyhole.hf import KeyholeArguments, KeyholeTrainer
 
 STEPS = 6
@@ -35,7 +34,3 @@ def trainer(model_dir: Path, out: Path, batches: list[Any], **options: Any) -> K
 
 def losses_of(made: KeyholeTrainer) -> list[float]:
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-
-
-def weights_of(model: keyhole.Model) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.named_tensors()}

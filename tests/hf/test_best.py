@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from keyhole.hf import KeyholeTrainer
-from tests.hf.runs import trainer, weights_of
+from tests.hf.runs import trainer
+from tests.methods.lomo.loops import weights as weights_of
 
 
 class FirstIsBest(KeyholeTrainer):

@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("accelerate")
 
 from keyhole.errors import Mixed
-from tests.hf.runs import losses_of, trainer, weights_of
+from tests.hf.runs import losses_of, trainer
+from tests.methods.lomo.loops import weights as weights_of
 
 HOW = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 

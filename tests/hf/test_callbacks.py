@@ -11,7 +11,8 @@ pytest.importorskip("accelerate")
 from transformers import TrainerCallback
 
 import keyhole
-from tests.hf.runs import losses_of, trainer, weights_of
+from tests.hf.runs import losses_of, trainer
+from tests.methods.lomo.loops import weights as weights_of
 
 
 class SetsRate(TrainerCallback):

@@ -12,8 +12,9 @@ pytest.importorskip("accelerate")
 
 from transformers import TrainerCallback
 
-from tests.hf.runs import STEPS, losses_of, trainer, weights_of
+from tests.hf.runs import STEPS, losses_of, trainer
 from tests.matrix import in_every_run
+from tests.methods.lomo.loops import weights as weights_of
 
 
 @in_every_run(lambda name, settings: name == "adam-offload" or bool(settings))

@@ -15,8 +15,9 @@ import keyhole
 from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
 from keyhole.hf import KeyholeArguments, KeyholeTrainer
-from tests.hf.runs import trainer, weights_of
+from tests.hf.runs import trainer
 from tests.matrix import in_every_run
+from tests.methods.lomo.loops import weights as weights_of
 
 
 def test_a_checkpoint_of_another_method_settings_or_model_is_refused(

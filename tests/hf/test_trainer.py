@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import keyhole
 from keyhole.training.schedule import Schedule
-from tests.hf.runs import STEPS, losses_of, trainer, weights_of
+from tests.hf.runs import STEPS, losses_of, trainer
 from tests.matrix import in_every_run
+from tests.methods.lomo.loops import weights as weights_of
 
 
 @in_every_run(lambda name, accumulation: accumulation == (1 if name == "zo" else 2))

@@ -117,9 +117,6 @@ HUGE: dict[str, dict[str, Any]] = {
     "a width of a billion": {"hidden_size": 10**9},
     "ten million layers": {"num_hidden_layers": 10**7},
     "a vocabulary of a billion": {"vocab_size": 10**9},
-    "a billion heads": {"num_attention_heads": 10**9},
-    "heads of a billion": {"head_dim": 10**9},
-    "an MLP of a billion": {"intermediate_size": 10**9},
     "positions without end": {"max_position_embeddings": 10**15},
     "code from a hub": {"attn_implementation": "someone/kernels"},
     "code of its own": {

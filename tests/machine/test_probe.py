@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from keyhole.machine import probe
+from keyhole.machine.rates import WORKSPACE_BYTES, WORKSPACE_BYTES_9
 
 
 def test_environment_is_json_and_complete() -> None:
@@ -24,6 +25,15 @@ def test_triton_state_follows_the_interpreter_switch(monkeypatch: pytest.MonkeyP
     assert "TRITON_INTERPRET=1" in probe.triton_state()
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "TRITON_INTERPRET" not in probe.triton_state()
+
+
+def test_the_workspace_of_a_product_is_that_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 MiB from Hopper on, 8 MiB and a bit before; none on a CPU."""
+    cards = {(8, 9): WORKSPACE_BYTES, (9, 0): WORKSPACE_BYTES_9, (10, 0): WORKSPACE_BYTES_9}
+    for capability, expected in cards.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert probe.workspace_bytes(torch.device("cuda")) == expected
+    assert WORKSPACE_BYTES_9 == 2**25 > WORKSPACE_BYTES >= 2**23 and probe.workspace_bytes(torch.device("cpu")) == 0
 
 
 def test_a_full_gpu_does_not_stop_the_report(monkeypatch: pytest.MonkeyPatch) -> None:

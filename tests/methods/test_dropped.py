@@ -1,6 +1,7 @@
 """A model that is dropped is freed at once, by reference counts: nothing waits for Python's collector."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,7 @@ def load(name: str, decoder: str = "llama", placement: str = "resident") -> keyh
 
 def remains(model: list[keyhole.Model], name: str, **options: Any) -> list[str]:
     """Takes two steps, drops method and model, and names what is still there. (A list: the caller holds nothing.)"""
+    threads = set(threading.enumerate())
     alive = {"model": weakref.ref(model[0]), "module": weakref.ref(model[0].module)}
     memory = {StorageWeakRef(home.untyped_storage()) for home in model[0].engine.homes}
     method = METHODS[name].load()(model[0], lr=1e-4, **options)
@@ -48,6 +50,7 @@ def remains(model: list[keyhole.Model], name: str, **options: Any) -> list[str]:
     del method
     model.clear()
     left = [what for what, found in alive.items() if found() is not None]
+    left += [thread.name for thread in set(threading.enumerate()) - threads]
     return left + ["memory"] * sum(not ref.expired() for ref in memory)
 
 
@@ -55,8 +58,8 @@ def remains(model: list[keyhole.Model], name: str, **options: Any) -> list[str]:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize(("name", "placement"), CASES)
 def test_with_every_method(name: str, placement: str) -> None:
-    """After steps, an evaluation and a generation: model, module, method and the weights' memory go with the last
-    name."""
+    """After steps, an evaluation and a generation: model, module, method, threads and the weights' memory go with
+    the last name."""
     if "lora" in name:
         pytest.importorskip("peft")
     assert remains([load(name, placement=placement)], name) == []

@@ -11,8 +11,6 @@ import keyhole
 from keyhole.cli import main
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
-from keyhole.model.structure.reach import freeze
-from keyhole.model.structure.skeleton import build
 from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 
@@ -35,12 +33,6 @@ def trained(
         method.step(batch(seed=step))
     method.flush()
     return {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
-
-
-def names(described: str | list[str], family: str = "llama", **changed: Any) -> list[str]:
-    module = build(config(family, **changed), torch.float32)
-    freeze(module, described)
-    return [name for name, param in module.named_parameters() if not param.requires_grad]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,34 +94,6 @@ def test_a_frozen_layer_gets_no_adapters(cls: Any, placement: str) -> None:
 def test_streamed_equals_resident_with_frozen_parameters_on_a_gpu(case: str) -> None:
     found = [trained(case, placement, ["embeddings", "*.k_proj.*"], "cuda") for placement in ("resident", "stream")]
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def test_a_description_is_a_word_a_module_or_a_pattern() -> None:
-    assert names("embeddings") == ["model.embed_tokens.weight", "lm_head.weight"]
-    assert names("embeddings", "opt") == ["model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight"]
-    assert names("embeddings", "llama", tie_word_embeddings=True) == ["model.embed_tokens.weight"]
-    assert names("lm_head", "llama", tie_word_embeddings=True) == ["model.embed_tokens.weight"]  # by its second name
-    assert names(["model.norm.weight", "*.1.*up_proj*"]) == ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
-    assert {name.split(".")[2] for name in names("model.layers.1")} == {"1"}
-
-
-@pytest.mark.parametrize(
-    ("described", "says"),
-    [
-        ("model.layer.1", r"no parameter of LlamaForCausalLM is called 'model.layer.1'; did you mean model.layers.1"),
-        ("embedding", "did you mean embeddings"),
-        (["embeddings", "xyz"], "is called 'xyz'; names are such as lm_head.weight, or embeddings"),
-        ("", "is called ''"),
-        ("*", "every parameter is frozen"),
-        ("model.nrom", r"did you mean model.norm or model.norm.weight\?$"),  # rotary_emb has none
-        ("model.rotary_emb", r"is called 'model.rotary_emb'; did you mean model.norm or model.layers\?$"),
-        (5, "freeze: found 5, expected text"),
-        (["embeddings", None], r"freeze: found \['embeddings', None\], expected text"),
-    ],
-)
-def test_a_description_that_fits_nothing_or_everything_is_refused(described: Any, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        names(described)
 
 
 @pytest.mark.parametrize("placement", ["resident", "stream"])

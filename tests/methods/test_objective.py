@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.methods.baselines.first_order import TorchMethod
 from keyhole.methods.zo.method import ZO
-from keyhole.methods.zo.update import Pending
 from keyhole.model.structure import layout as layout_module
 from tests.matrix import in_every_run
 from tests.model.candidates import candidate_batch, plain_candidates_loss
-from tests.model.decoders import config
+from tests.model.decoders import load
 from tests.model.streaming import assert_trained_alike, streamed
 
 EPS = 1e-3  # of Adam: some biases have no gradient but rounding, which it would blow up
@@ -35,10 +33,6 @@ OWN: dict[str, dict[str, Any]] = {  # settings for a model of width 32
     "galore": {"rank": 4, "eps": EPS},
 }
 STREAMED = [name for name in METHODS if METHODS[name].streams]
-
-
-def load(name: str = "llama", **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", **{"device": "cpu", **options})
 
 
 def make(name: str, model: keyhole.Model, **options: Any) -> Method:
@@ -145,30 +139,6 @@ def test_streamed_equals_resident(name: str, monkeypatch: pytest.MonkeyPatch) ->
     resident = load("qwen2")
     models = streamed(resident, slot_count=3), resident
     assert_trained_alike(models, partial(make, name), [micro_batches(t) for t in range(2)])
-
-
-def test_a_zeroth_order_run_resumes_and_replays(tmp_path: Path) -> None:
-    """Stopped after two steps of four, or made again from its journal's numbers: the same weights to the bit."""
-    model = load()
-    opt, updates = make("zo", model), []
-    for t in range(4):
-        if t == 2:
-            state = opt.state_dict()
-            model.save_pretrained(tmp_path / "half")
-        opt.step(micro_batches(t))
-        updates.append(Pending(opt.journal_update().clone(), t))
-    opt.flush()
-    resumed = keyhole.load(tmp_path / "half", device="cpu")
-    again = make("zo", resumed)
-    again.load_state_dict(state)
-    for t in (2, 3):
-        again.step(micro_batches(t))
-    again.flush()
-    replayed = load()
-    make("zo", replayed).replay(updates)
-    expected = dict(model.named_tensors())
-    for other in (resumed, replayed):
-        assert all(torch.equal(tensor, expected[key]) for key, tensor in other.named_tensors())
 
 
 @pytest.mark.gpu

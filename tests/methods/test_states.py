@@ -10,10 +10,12 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
+from keyhole.methods.states import FORMATS, StatePages
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import weights
 from tests.model.decoders import batch, config
 from tests.model.streaming import trained
+from tests.training.runs import same as equal
 
 OWN: dict[str, dict[str, Any]] = {"lsp": {"d": 16, "r": 2, "learn": False}, "galore": {"rank": 4}}
 
@@ -28,10 +30,6 @@ def step(method: Method, seed: int) -> dict[str, torch.Tensor]:
     method.step(batch(seed=seed))
     method.flush()
     return trained(method)
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -75,3 +73,16 @@ def test_the_fingerprint_of_a_model_does_not_depend_on_its_placement(family: str
     ways = [{}, {"placement": "stream"}, {"placement": "stream", "expert_units": False}, {"wire": "fp8"}]
     found = {keyhole.load(config(family), init="random", device="cpu", **way).layout.fingerprint for way in ways}
     assert len(found) == 1
+
+
+def test_pages_of_states_have_aligned_homes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the units that have a state, and of no others; on a CPU nothing is page-locked."""
+    monkeypatch.setattr("keyhole.offload.arena.pin", lambda *of: pytest.fail("it was page-locked"))
+    pages = StatePages({0: 3, 2: 200}, FORMATS["bfloat16"], torch.device("cpu"), slots=1)
+    assert [home.numel() for home in pages.homes] == [3, 0, 200] and pages.units == {0, 2}
+    assert pages.bytes == 406 and pages.homes[2].data_ptr() - pages.homes[0].data_ptr() == 256
+    with pages.sweep([0, 2]):
+        pages.acquire(0).fill_(1.0)
+        pages.acquire(2).fill_(2.0)
+        assert set(pages.engine.held) == {2}, "the first was written back for the second"
+    assert not pages.engine.held and pages.homes[0].tolist() == [1.0] * 3 and pages.homes[2].tolist() == [2.0] * 200

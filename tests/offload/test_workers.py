@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from keyhole.offload.workers import WorkerFailed, Workers
+from keyhole.offload.workers import WorkerFailed, Workers, default_threads
 
 WAIT_S = 20
 
@@ -192,3 +192,16 @@ def test_what_was_begun_on_the_device_is_waited_for_when_the_next_cannot_begin()
     assert ended == [1]
     gate.set()
     pool.close()
+
+
+def test_threads_leave_cores_to_who_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, and one for the helper; a quarter where kernels are launched all the time; at least one thread is left."""
+    for cores, usual, launching, helped in ((8, 7, 6, 6), (2, 1, 1, 1), (1, 1, 1, 1)):
+        monkeypatch.setattr("keyhole.offload.workers.cpu_count", lambda cores=cores: cores)
+        assert (default_threads(), default_threads(True)) == (usual, launching)
+        found = []
+        for how in ({}, {"helper": True}, {"threads": 3, "helper": True}):
+            workers = Workers(**how)
+            found.append(workers.threads)
+            workers.close()
+        assert found == [usual, helped, 3]

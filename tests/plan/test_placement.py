@@ -1,6 +1,9 @@
 """What a budget decides: more of it streams less, and a plan that exceeds it is refused; and what one of several ranks
 needs: a part of the weights, of the state and of the passes."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,12 +16,13 @@ from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import host_state
 from keyhole.methods.workload import Workload
+from keyhole.model.forward.memory import evaluation_bytes
 from keyhole.model.structure.layout import Layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan import placement
 from keyhole.plan.fit import _spread
-from keyhole.plan.placement import Costs, Placement, Room, place
+from keyhole.plan.placement import SLACK_BYTES, Costs, Placement, Room, place
 from keyhole.ranks import Ranks
 from tests.model.decoders import config
 
@@ -121,6 +125,34 @@ def test_what_one_device_cannot_hold_four_can() -> None:
     with pytest.raises(UserError, match="placement"):
         planned("lomo", Ranks(), budget=budget)
     assert planned("lomo", Four(), budget=budget)[1].streamed == set()
+
+
+def test_an_evaluation_takes_as_many_batches_as_have_room() -> None:
+    """Beside the weights, in what the step leaves of the budget; without a budget as many as are wanted, one by one
+    where nothing is streamed."""
+    layout, placed = planned("zo", Ranks(), "stream")
+    placed.work = replace(placed.work, tokens=4096)
+    assert placed.evaluation_passes(layout, 16) == 16 and planned("zo", Ranks())[1].evaluation_passes(layout, 16) == 1
+    sizes = {"tokens": 4096, "formats": placed.formats, "workspace_bytes": placed.workspace_bytes}
+    room = evaluation_bytes(layout, passes=9, **sizes) - placed.device_bytes.during_a_step
+    assert room > 0
+    for more, passes in ((room, 9), (room - 1, 8), (2**40, 16), (0, 1), (-(2**40), 1)):
+        for limit in ("budget_bytes", "limit_bytes"):
+            limited = replace(placed, **{limit: placed.device_bytes.total + more})
+            assert limited.evaluation_passes(layout, 16) == passes
+
+
+@pytest.mark.parametrize("method", ["zo", "adam-offload"])
+def test_what_is_streamed_must_fit_host_memory(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what the machine needs beside it, to the byte."""
+    layout, placed = planned(method, Ranks(), "stream")
+    needed = Costs(placed.work, Room(placed.formats, 0), METHODS[method]).host_bytes(layout, placed.streamed)
+    have = SimpleNamespace(available_bytes=needed + SLACK_BYTES)
+    monkeypatch.setattr(placement, "host_memory", lambda: have)
+    assert planned(method, Ranks(), "stream")[1].streamed == placed.streamed
+    have.available_bytes -= 1
+    with pytest.raises(UserError, match="placement: stream keeps weights in host memory"):
+        planned(method, Ranks(), "stream")
 
 
 def test_host_memory_is_that_of_the_ranks_of_this_machine() -> None:

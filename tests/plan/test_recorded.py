@@ -11,7 +11,6 @@ import torch
 from benchmarks.plan_check import PARTS, RECORDS, recorded, summary
 from keyhole.bench.shapes import opt_config
 from keyhole.methods import METHODS
-from keyhole.methods.adam_offload.memory import waiting_bytes
 from keyhole.methods.workload import Room, Workload
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.structure.skeleton import build
@@ -78,17 +77,6 @@ def work(method: str, **options: Any) -> Workload:
 
 
 ROOM = Room(Wire(BF16), 32 * 2**20, 130 * 2**30)
-
-
-def test_waiting_gradients_are_those_of_two_blocks() -> None:
-    """However the blocks are cut; of large blocks less, but room for the largest gradient."""
-    whole, cut = opt(), find_layout(build(opt_config("1.3B"), BF16), 2**24)
-    block = max(unit.numel for unit in whole.of_kind("block"))
-    assert waiting_bytes(whole, 2) == waiting_bytes(cut, 2) == 4 * block
-    large = find_layout(build(opt_config("13B", blocks=2), BF16))
-    assert waiting_bytes(large, 2) == 512 * 2**20 > 2 * max(t.shape.numel() for t in large.tensors if t.block == 0)
-    planned = METHODS["adam-offload"].planned_bytes(whole, set(), work("adam-offload"), ROOM)
-    assert planned.updates > waiting_bytes(whole, 2)
 
 
 def test_the_process_by_what_it_loads() -> None:

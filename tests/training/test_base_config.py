@@ -13,7 +13,6 @@ from keyhole.config import TrainConfig, resolve
 from keyhole.errors import UserError
 from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.model.structure.config_files import identity
 from keyhole.training.start import train
 
 KINDS = {
@@ -73,10 +72,3 @@ def test_a_run_with_weights_of_its_own_says_that_the_config_of_its_base_is_anoth
     words = "has another config.json: rms_norm_eps was 1e-06 then, and is 0.5 now; the run goes on with that of"
     assert f"resume: model={base} {words} {out}/checkpoint-3\n" in capsys.readouterr().out
     assert json.loads((out / "config.json").read_text())["rms_norm_eps"] == 1e-6
-
-
-def test_what_identifies_a_config() -> None:
-    """Keys of configs inside it count; dtype does under either name; who wrote the file does not."""
-    inside = {"text_config": {"eps": 1, "transformers_version": "4"}, "torch_dtype": "float32"}
-    assert identity(inside) == identity({"dtype": "float32", "text_config": {"eps": 1}, "_name_or_path": "x"})
-    assert identity(inside) == {"text_config.eps": 1, "dtype": "float32"}

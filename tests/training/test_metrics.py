@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from keyhole.errors import NonFinite
-from keyhole.model.weights.save import first_bad_tensor
 from keyhole.report.entries import read_metrics
-from keyhole.training.metrics import MOST_SKIPS, QueuedStep, Reading, Recorder
+from keyhole.training.metrics import MOST_SKIPS, QueuedStep, Reading, Recorder, resident_bytes
 from keyhole.training.records import MetricsFile
 
 CPU = torch.device("cpu")
@@ -36,7 +35,8 @@ def test_reads_one_step_late_where_reading_waits() -> None:
     assert [entry["step"] for entry in entries] == [1]
     late.drain()
     assert [entry["loss"] for entry in entries] == [2.0, 1.5]
-    assert entries[1]["tokens_per_second"] > 0 and entries[1]["host_gib"] > 0
+    assert entries[1]["tokens_per_second"] > 0
+    assert entries[1]["host_gib"] == pytest.approx(resident_bytes() / 2**30, rel=0.1)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -86,13 +86,3 @@ def test_lines_are_strict_json(tmp_path: Path) -> None:
     assert json.loads(text, parse_constant=lambda word: pytest.fail(word)) == {
         "step": 1, "loss": None, "grad_norm": None,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_finds_one_bad_element(dtype: torch.dtype, value: float) -> None:
-    bad = torch.randn(100, 33).to(dtype)
-    bad[57, 4] = value
-    tensors = [("empty", torch.empty(0)), ("good", torch.ones(5, dtype=dtype)), ("bad", bad)]
-    assert first_bad_tensor(tensors) == "bad"
-    assert first_bad_tensor(tensors[:2]) is None

@@ -113,19 +113,6 @@ def test_answers_of_a_task_come_with_its_score(tmp_path: Path) -> None:
         assert {row.said, row.expected} <= {" blue", " red"} and row.right is (row.said == row.expected)
 
 
-@pytest.mark.parametrize("loss", ["tokens", "candidates"])
-def test_losses_of_two_kinds_are_not_drawn_as_one(tmp_path: Path, loss: str) -> None:
-    """Trained by candidates a loss is per question; that of an evaluation is per token."""
-    curves = Curves()
-    for entry in ({"step": 1, "loss": 0.7}, {"step": 1, "eval_loss": 5.0, "eval_tokens": 9}):
-        curves.add(entry)
-    made = make_page(View("x", tmp_path, Story(method="lomo", model="m", total=1), curves, settings={"loss": loss}))
-    two = loss == "candidates"
-    assert ("Loss over candidates <b>0.7000</b>" in made and "Dev: <b>loss per token 5.0000" in made) == two
-    assert ("loss over candidates by step" in made and "loss per token by step" in made) == two
-    assert ("loss by step" in made and "Loss <b>0.7000</b>" in made and "Dev: <b>loss 5.0000" in made) != two
-
-
 def test_pages_are_not_written_often(tmp_path: Path) -> None:
     """The clock decides: nothing before EVERY_S seconds, and the last one at the end."""
     now = [0.0]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import keyhole
 from keyhole.model.forward.memory import evaluation_bytes
 from keyhole.training import validation as module
-from keyhole.training.validation import evaluate
+from keyhole.training.validation import evaluate, shown, shown_loss
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
@@ -68,3 +68,16 @@ def test_a_tight_budget_evaluates_fewer_batches_together(tiny_model: Path, monke
             needed, planned = evaluation_bytes(model.layout, passes=groups[0], **sizes), model.placed.device_bytes
             assert needed <= planned.during_a_step + model.placed.budget_bytes - planned.total
     assert losses[0] == losses[1] and groups[0] < 8 == groups[1]
+
+
+def test_numbers_are_shown_as_published() -> None:
+    """Percent, but of correlations and of a mean of different metrics; a loss over what it is the mean of."""
+    assert shown_loss({"eval_loss": 0.25, "eval_rows": 1200}) == "loss 0.2500 over 1,200 rows"
+    tokens = {"eval_loss": 1.0, "perplexity": 2.718, "eval_tokens": 1}
+    assert shown_loss(tokens) == "loss 1.0000, perplexity 2.72 over 1 token"
+    found = {"eval_loss": 1.0, "eval_accuracy": 0.8841, "eval_matthews": 0.5, "eval_score": 0.25, "test_f1": 0.5}
+    assert (
+        shown(found | {"eval_questions": 500}, "eval") == "accuracy 88.4 %, matthews 50.0, score 25.0 of 500 questions"
+    )
+    assert shown({"eval_word_perplexity": 2.0, "eval_questions": 1}, "eval") == "word_perplexity 2.000 of 1 question"
+    assert shown(found, "eval") == shown({"eval_loss": 1.0, "eval_rows": 3, "eval_questions": 2}, "eval") == ""

@@ -56,6 +56,17 @@ def test_bos_comes_first_once() -> None:
             assert row.labels[0] == -100 and row.labels[-1] == row.input_ids[-1]
 
 
+def test_prompts_of_generated_answers_lose_their_beginning_but_not_bos() -> None:
+    """As long as the limit with bos; at least one token of the prompt stays."""
+    tokenizer = bpe("good soup", bos=True)
+    ids = tokenizer("good soup is good soup", add_special_tokens=False).input_ids
+    question = Question("good soup is good soup", ("",), 0)
+    for limit, kept in ((None, len(ids)), (len(ids) + 1, len(ids)), (len(ids), len(ids) - 1), (1, 1)):
+        encoder = Encoder(tokenizer, limit)
+        assert encoder.prompts([question, question]) == [[1, *ids[-kept:]]] * 2
+        assert encoder.truncated == 2 * (kept < len(ids))
+
+
 def test_an_empty_prompt_is_begun_with_something(tiny_model: Path) -> None:
     """Without bos the end-of-text token stands before the first scored token, which nothing could predict else."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)

@@ -15,23 +15,16 @@ from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.training.schedule import Schedule
 from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
-from tests.model.decoders import batch, config
+from tests.methods.lomo.loops import weights
+from tests.model.decoders import batch, config, load
 from tests.model.streaming import streamed
 
 HOW = {"lr": 1e-2, "weight_decay": 0.1, "weight_decay_on": "all", "beta2": 0.99}
 
 
-def load(name: str = "llama", **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", **options)
-
-
 def micro(t: int, count: int = 2) -> list:
     """The micro-batches of step t, of different lengths."""
     return [batch(seed=count * t + i, length=10 - i) for i in range(count)]
-
-
-def weights(model: keyhole.Model) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.named_tensors()}
 
 
 def trained(model: keyhole.Model, steps: int = 3, **options: Any) -> dict[str, torch.Tensor]:

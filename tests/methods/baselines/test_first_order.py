@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,7 @@ from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.model.structure.find import find_blocks
 from tests.matrix import in_every_run
-from tests.model.decoders import NAMES, UNLIKE, batch, config
-
-
-def load(name: str = "llama", **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", **options)
+from tests.model.decoders import NAMES, UNLIKE, batch, load
 
 
 def plain_loss(module: torch.nn.Module, batches: list) -> torch.Tensor:

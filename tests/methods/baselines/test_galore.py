@@ -5,7 +5,7 @@ import torch
 
 import keyhole
 from keyhole.methods.baselines.galore import GaLore, project, project_back, projector
-from tests.model.decoders import batch, config
+from tests.model.decoders import WIDTH, batch, config
 
 
 def load(name: str = "llama") -> keyhole.Model:
@@ -47,9 +47,9 @@ def test_a_matrix_follows_the_published_rule() -> None:
 
 
 def test_without_projection_it_is_adamw() -> None:
-    """A rank that no matrix exceeds leaves plain AdamW."""
+    """A rank that no matrix exceeds by its shorter side leaves plain AdamW."""
     ours, theirs = load(), load()
-    galore = GaLore(ours, lr=1e-2, rank=4096, weight_decay=0.1, max_grad_norm=0.5)
+    galore = GaLore(ours, lr=1e-2, rank=WIDTH, weight_decay=0.1, max_grad_norm=0.5)
     adamw = keyhole.AdamW(theirs, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
     assert galore.projected == []
     for t in range(4):

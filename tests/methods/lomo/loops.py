@@ -1,7 +1,6 @@
 """Loops that the tests of LOMO and its relatives share: ours and torch's, over the same micro-batches and rates."""
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -9,13 +8,9 @@ import keyhole
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
 from tests.methods.baselines.test_first_order import plain_loss
-from tests.model.decoders import batch, config
+from tests.model.decoders import batch, load
 
 SIX = ["llama", "opt", "gpt2", "gpt_neox", "qwen2", "mixtral"]
-
-
-def load(name: str = "llama", **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", **{"device": "cpu"} | options)
 
 
 def rate(t: int) -> float:

@@ -1,5 +1,7 @@
 """LOMO is torch's SGD by another road: fused, accumulated, clipped, in a loop of one's own, on either device."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, rate, torch_sgd, train, weights
 from tests.model.decoders import batch, config
+from tests.traced import IN_PLACE
 
 
 @in_every_run(lambda name: name not in ("opt", "gpt_neox"))
@@ -59,6 +62,23 @@ def test_the_buffer_is_that_of_a_block_s_largest_matrix() -> None:
         assert buffer.numel() == shape.intermediate_size * shape.hidden_size
         planned.append(model.placed.device_bytes.gradients)
     assert buffer.numel() * buffer.element_size() <= planned[0] == planned[1]
+
+
+def test_the_numbers_of_a_step_are_on_a_gpu_where_steps_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For compiled and recorded blocks, unless the host reads flags at once, as it does on a CPU."""
+
+    def has_numbers(waits: bool = False, **how: Any) -> bool:
+        monkeypatch.setattr(LOMO, "waits", waits)
+        return LOMO(load(), **how).update.numbers is not None
+
+    assert not has_numbers() and not has_numbers(compile=IN_PLACE) and LOMO(load()).reads
+    monkeypatch.setattr("keyhole.methods.lomo.method.ACCELERATOR", "cpu")
+    assert not has_numbers() and has_numbers(compile=IN_PLACE) and not has_numbers(waits=True, compile=IN_PLACE)
+    real = LOMO._differentiate
+    monkeypatch.setattr(
+        LOMO, "_differentiate", lambda self, fused: real(self, fused) or setattr(self.reverse, "recorded", object())
+    )
+    assert has_numbers() and not has_numbers(waits=True)
 
 
 def test_the_norm_is_that_of_the_whole_gradient() -> None:

@@ -12,13 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.lora.method import LoRA
-from tests.model.decoders import LAYERS, batch, config
+from tests.model.decoders import LAYERS, batch, config, load
 
 peft = pytest.importorskip("peft")
-
-
-def load(name: str = "llama", **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", **options)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "mixtral"])

@@ -1,22 +1,15 @@
 """The run that the tests of LSP share, the loop it is compared with, and how near they have to be."""
 
-from typing import Any
-
 import torch
 
-import keyhole
 from keyhole.methods.lsp.method import LSP
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import micro_batches
-from tests.model.decoders import config
+from tests.model.decoders import load
 
 EPS = 1e-4  # some biases have no gradient but rounding, which Adam would blow up
 SMALL = {"d": 16, "r": 4, "check_freq": 3, "alpha": 0.05}
 SOON = SMALL | {"check_freq": 2}  # the projectors change in the third step
-
-
-def load(name: str = "llama", **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", device="cpu", **options)
 
 
 def train(method: LSP, steps: int, micro: int = 1, first: int = 0) -> list[float]:

@@ -5,13 +5,9 @@ from typing import Any
 import torch
 
 import keyhole
-from tests.model.decoders import batch, config
+from tests.model.decoders import batch
 
 EPS, SEED = 1e-2, 7
-
-
-def load(name: str = "llama", **options: Any) -> keyhole.Model:
-    return keyhole.load(config(name), init="random", **{"device": "cpu", **options})
 
 
 def weights(model: keyhole.Model) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
+from tests.methods.lomo.loops import weights
 
 IDS = torch.randint(5, 200, (3, 10), generator=torch.Generator().manual_seed(1))
 BATCH = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}
@@ -20,10 +21,6 @@ def loaded(model: Path, **how: Any) -> keyhole.Model:
 def mean_nll(model: keyhole.Model) -> torch.Tensor:
     nll_B, count_B = model.nll(BATCH)
     return nll_B.sum() / count_B.sum()
-
-
-def weights(model: keyhole.Model) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.named_tensors()}
 
 
 @pytest.mark.parametrize("how", [{}, {"placement": "stream"}, {"placement": "stream", "wire": "fp8"}])

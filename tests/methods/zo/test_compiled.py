@@ -13,8 +13,8 @@ from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan import placement
 from tests.matrix import in_every_run
-from tests.methods.zo.loops import equal, load, train, weights
-from tests.model.decoders import batch, config
+from tests.methods.zo.loops import equal, train, weights
+from tests.model.decoders import batch, config, load
 from tests.model.streaming import streamed
 
 

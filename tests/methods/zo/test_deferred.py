@@ -8,8 +8,8 @@ import torch
 
 import keyhole
 from tests.matrix import in_every_run
-from tests.methods.zo.loops import EPS, SEED, equal, load, weights
-from tests.model.decoders import batch
+from tests.methods.zo.loops import EPS, SEED, equal, weights
+from tests.model.decoders import batch, load
 from tests.model.streaming import streamed
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 import keyhole
 from keyhole.cli import main
 from keyhole.errors import UserError
-from tests.methods.zo.loops import load
 from tests.model.candidates import ragged
+from tests.model.decoders import load
 
 GUIDED: dict[str, Any] = {"rank": 1, "refresh": 3, "guide": 64}
 SETTINGS = ["method=zo", "zo.rank=1", "zo.refresh=4", "zo.guide=16", "learning_rate=1e-3", "batch_size=4", "device=cpu"]

@@ -17,8 +17,8 @@ from keyhole.model.batch import to_device
 from keyhole.model.forward.memory import ForwardBytes
 from keyhole.model.weights.format import Wire
 from keyhole.ops.loss import RunningNLL
-from tests.methods.zo.loops import EPS, SEED, check_one_visit, equal, load, train, weights
-from tests.model.decoders import batch
+from tests.methods.zo.loops import EPS, SEED, check_one_visit, equal, train, weights
+from tests.model.decoders import batch, load
 from tests.model.streaming import streamed
 
 DECAY = 0.1

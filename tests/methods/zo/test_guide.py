@@ -16,10 +16,9 @@ from keyhole.methods.zo.memory import device_bytes
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.reach import freeze
 from tests.families.tiny import tiny_config
-from tests.methods.zo.loops import load
 from tests.model import encoders
 from tests.model.candidates import plain_candidates_loss, ragged
-from tests.model.decoders import batch, config
+from tests.model.decoders import batch, config, load
 
 GUIDED: dict[str, Any] = {"rank": 1, "refresh": 3, "guide": 64}
 

@@ -25,8 +25,8 @@ from keyhole.plan.seconds import PROFILES
 from tests.families.checks import small_stacks
 from tests.families.tiny import tiny_config
 from tests.matrix import in_every_run
-from tests.methods.zo.loops import EPS, SEED, equal, load, train, weights
-from tests.model.decoders import batch, config
+from tests.methods.zo.loops import EPS, SEED, equal, train, weights
+from tests.model.decoders import batch, config, load
 from tests.model.streaming import streamed
 
 RANK, REFRESH = 2, 2

@@ -8,8 +8,8 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from tests.methods.zo.loops import EPS, load, train
-from tests.model.decoders import batch
+from tests.methods.zo.loops import EPS, train
+from tests.model.decoders import batch, load
 
 
 def test_it_learns() -> None:

@@ -8,8 +8,8 @@ import torch
 import keyhole
 from keyhole import ops
 from tests.matrix import in_every_run
-from tests.methods.zo.loops import EPS, equal, load, train, weights
-from tests.model.decoders import batch, config
+from tests.methods.zo.loops import EPS, equal, train, weights
+from tests.model.decoders import batch, config, load
 from tests.model.streaming import streamed
 
 FZOO = {"estimator": "fzoo", "directions": 3, "weight_decay": 0.1, "weight_decay_on": "all"}

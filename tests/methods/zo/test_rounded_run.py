@@ -8,8 +8,7 @@ import torch
 
 import keyhole
 from keyhole.methods.zo.update import Pending
-from tests.methods.zo.loops import load
-from tests.model.decoders import batch
+from tests.model.decoders import batch, load
 
 
 def matrices(model: keyhole.Model) -> torch.Tensor:

@@ -7,8 +7,8 @@ import pytest
 import keyhole
 from keyhole.plan import fit
 from tests.matrix import in_every_run
-from tests.methods.zo.loops import EPS, check_one_visit, equal, load, train, weights
-from tests.model.decoders import NAMES, TWELVE, batch
+from tests.methods.zo.loops import EPS, check_one_visit, equal, train, weights
+from tests.model.decoders import NAMES, TWELVE, batch, load
 from tests.model.streaming import streamed
 
 

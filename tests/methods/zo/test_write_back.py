@@ -14,8 +14,8 @@ from keyhole.checkpoint.state import State
 from keyhole.checkpoint.writer import Writer
 from keyhole.errors import UserError
 from keyhole.methods.zo.write_back import CALM, EVERY, WriteBack
-from tests.methods.zo.loops import EPS, SEED, equal, load, weights
-from tests.model.decoders import batch
+from tests.methods.zo.loops import EPS, SEED, equal, weights
+from tests.model.decoders import batch, load
 from tests.model.streaming import streamed
 
 

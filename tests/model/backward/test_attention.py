@@ -38,6 +38,11 @@ def test_algorithms_are_deterministic_in_the_nodes_of_attention_alone() -> None:
     output = attention(scaled, k, v, is_causal=True)
     (node,) = module._attention_nodes((output[..., :8] * 3).grad_fn)
     assert "ScaledDotProduct" in node.name()
+    beyond = attention(scaled, k, v, is_causal=True)
+    for places in range(module.DEPTH):  # the search ends: a graph is large
+        assert places == 0 or len(module._attention_nodes(beyond.grad_fn)) == 1
+        beyond = beyond * 2
+    assert module._attention_nodes(beyond.grad_fn) == []
     node.register_prehook(note("inside"))
     scaled.grad_fn.register_prehook(note("after"))
     output.register_hook(note("before"))

@@ -1,5 +1,7 @@
 """Loss, head and embedding in chunks of the vocabulary are those of the full logits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,9 @@ from tests.matrix import in_every_run
 from tests.model.backward.gradients import assert_same, by_autograd, collected, joined, load
 from tests.model.decoders import batch, hf_nll
 
-BATCHES = [batch(2, 10, seed=1), batch(1, 7, seed=2)]
+BATCHES = [batch(2, 10, seed=1), batch(1, 12, seed=2)]
+BATCHES[1]["input_ids"][0] = torch.tensor([15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 98, 3])  # beside the ends of chunks
+BATCHES[1]["labels"][0, 3:] = BATCHES[1]["input_ids"][0, 3:]
 
 
 @in_every_run(lambda rows: rows != 64)
@@ -53,6 +57,27 @@ def test_kept_logits_give_the_same_bits(name: str, tied: bool, rows: int, monkey
         vocabulary.hidden = [torch.zeros(1, 1)]
         assert vocabulary._keeps_logits() == (limit > 0)
     assert all(map(torch.equal, *found))
+
+
+def test_few_logits_are_kept_where_all_memory_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to so many bytes in all and tokens at a time; not beside a budget, which counts them, and not of shards."""
+    model = load("llama")
+    vocabulary, vocabulary_bytes = VocabularyGradients(model), 4 * model.layout.table.shape[0]
+    vocabulary.hidden = [torch.zeros(5, 1), torch.zeros(3, 1)]
+
+    def keeps(kept_bytes: int = 8 * vocabulary_bytes, tokens: int = 5) -> bool:
+        monkeypatch.setattr(vocabulary_module, "KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr(vocabulary_module, "HEAD_TOKENS", tokens)
+        return vocabulary._keeps_logits()
+
+    assert keeps() and not keeps(8 * vocabulary_bytes - 1) and not keeps(tokens=4)
+    model.sharded = True
+    assert not keeps()
+    model.sharded, unlimited = False, model.placed
+    model.placed = replace(unlimited, budget_bytes=2**30)
+    assert not keeps()
+    model.placed = None
+    assert keeps()
 
 
 def test_a_looked_up_padding_token_is_not_trained() -> None:

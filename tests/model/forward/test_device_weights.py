@@ -32,6 +32,16 @@ def test_weights_are_copied_only_into_another_dtype(wire: str) -> None:
         assert len({x.data_ptr() for x in (here, beside, own)}) == 3
 
 
+def test_a_module_works_by_itself_where_its_weights_lie_as_it_computes() -> None:
+    """Resident, in the dtype of compute, and not replaced for a while."""
+    model = load(dtype="bfloat16")
+    assert model.device_weights.is_plain is True
+    model.device_weights.replacement = object()
+    assert not model.device_weights.is_plain
+    assert not load(dtype="bfloat16", placement="stream").device_weights.is_plain
+    assert not load(dtype="bfloat16", wire="fp32").device_weights.is_plain
+
+
 @in_every_run(lambda wire, dtype: dtype == "bfloat16" or wire == "bf16")
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -18,8 +18,8 @@ from keyhole.model.forward.blocks import BlockGraphs
 from keyhole.model.recorder import UsersHooks, signature_of
 from keyhole.model.spare_memory import SpareMemory
 from keyhole.model.structure.find import find_blocks
-from tests.methods.zo.loops import EPS, load
-from tests.model.decoders import batch
+from tests.methods.zo.loops import EPS
+from tests.model.decoders import batch, load
 
 
 class Loop:

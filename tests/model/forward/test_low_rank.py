@@ -19,8 +19,8 @@ from keyhole.model.structure.reach import freeze
 from keyhole.ops.backend import TRITON_MISSING
 from keyhole.ops.lowrank import product
 from tests.matrix import in_every_run
-from tests.methods.zo.loops import equal, load, train, weights
-from tests.model.decoders import LAYERS, PROMPT, batch
+from tests.methods.zo.loops import equal, train, weights
+from tests.model.decoders import LAYERS, PROMPT, batch, load
 from tests.model.streaming import streamed
 from tests.ops.interpreted import replaced_once  # noqa: F401
 

@@ -1,17 +1,21 @@
-"""Tokenizers: found under all the names of their files, in training and in loading alike; the hub is not asked."""
+"""Names of models; tokenizers, found under all the names of their files, in training and in loading alike. The hub is
+not asked."""
 
 import json
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 import keyhole
 from keyhole.data.run import load_tokenizer
 from keyhole.errors import UserError
-from keyhole.model.structure.source import read_tokenizer
+from keyhole.model.structure import source
+from keyhole.model.structure.source import find_directory, module_folders, read_tokenizer
 from tests.model.decoders import config
 
 
@@ -79,6 +83,18 @@ def test_a_vocabulary_of_special_tokens_is_named(directory: Path) -> None:
             read()
 
 
+@pytest.mark.parametrize(("most", "is_read"), [(2**22, True), (2**22 + 1, False)])
+def test_an_id_that_no_model_has_is_refused(directory: Path, most: int, is_read: bool) -> None:
+    """The largest counts."""
+    write(directory, "merges.txt")
+    (directory / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": most}))
+    if is_read:
+        assert read_tokenizer(directory)("ab").input_ids == [most]
+    else:
+        with pytest.raises(UserError, match="a token has the id 4,194,305, and no model has more than 4,194,304"):
+            read_tokenizer(directory)
+
+
 def test_bytes_need_no_vocabulary(directory: Path) -> None:
     """ByT5's tokenizer is its config."""
     from transformers import ByT5Tokenizer
@@ -129,3 +145,61 @@ def test_code_beside_a_model_runs_only_if_asked(directory: Path, monkeypatch: py
     with pytest.raises(UserError, match="tokenizer .* cannot be read"):
         keyhole.load(directory, device="cpu")
     assert keyhole.load(directory, device="cpu", trust_remote_code=True).tokenizer("abc").input_ids == [0, 1, 2]
+
+
+@pytest.mark.parametrize("model", ["/no/such/dir", "./nothing", "nothing", "a/b/c", __file__])
+def test_not_a_directory(model: str) -> None:
+    with pytest.raises(UserError, match="is not a directory here|is a file; give the directory"):
+        keyhole.load(model)
+
+
+@pytest.mark.parametrize("fault", [OfflineModeIsEnabled("offline"), OSError(28, "No space left"), RuntimeError("odd")])
+def test_whatever_the_hub_says_is_one_message(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def refuse(*args: object, **options: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setattr(source, "hub_answers", lambda: True)
+    with pytest.raises(UserError, match=f"^model: some/model is not .*{type(fault).__name__}.*the disk"):
+        find_directory("some/model")
+    with pytest.raises(UserError, match="openai-community/gpt2, not gpt2"):
+        find_directory("gpt2")
+
+
+def test_a_mistyped_path_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first part is a directory here, it is a path and no hub id; the nearest one is named."""
+    (tmp_path / "models" / "llama-7b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source, "hub_answers", lambda: pytest.fail("the hub was asked"))
+    with pytest.raises(UserError, match="models/lama-7b is not a directory here; did you mean models/llama-7b?"):
+        keyhole.load("models/lama-7b")
+    with pytest.raises(UserError, match="models/x is not a directory here, though models/ is"):
+        keyhole.load("models/x")
+
+
+def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's library would try for half a minute; one look at the connection is enough."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(source.socket, "create_connection", fail)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    source.hub_answers.cache_clear()
+    begin_s = time.perf_counter()
+    with pytest.raises(UserError, match="no-such-owner/model is not a directory here, and the hub cannot be reached"):
+        keyhole.load("no-such-owner/model")
+    source.hub_answers.cache_clear()
+    assert time.perf_counter() - begin_s < 15  # 23 s before
+
+
+def test_folders_of_other_modules_are_plain_names(tmp_path: Path) -> None:
+    """Of a sentence-transformers model; a path that leads elsewhere is none, and damaged files name none."""
+    assert module_folders(tmp_path) == set()
+    (tmp_path / "modules.json").write_text(
+        '[{"path": ""}, {"path": "1_Pooling"}, {"path": "../x"}, {"path": "2_Dense"}]'
+    )
+    assert module_folders(tmp_path) == {"1_Pooling", "2_Dense"}
+    (tmp_path / "modules.json").write_text("[{}]")
+    assert module_folders(tmp_path) == set()

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import keyhole
 from keyhole.disk.weight_files import gguf_settings
 from keyhole.errors import UserError
+from keyhole.model.weights.fit import find_fit, match_names
 from tests.disk.published import write_gguf
+from tests.model import encoders
 from tests.model.decoders import config
 
 
@@ -39,6 +42,54 @@ def test_what_is_left_out_is_named(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="9 tensors of the files left out"):
         (line,) = said(altered(tiny_model, tmp_path / "l", {}, num_hidden_layers=layers - 1))
     assert "9 tensors" in line and f"model.layers.{layers - 1}." in line and "and 6 more" in line
+
+
+@pytest.mark.parametrize("name", ["model.shift", "shift"])
+@pytest.mark.parametrize("in_file", ["model.shift", "shift"])
+def test_a_saved_buffer_has_its_name_with_or_without_the_prefix(
+    name: str, in_file: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """In the module and in the files; one that no file has is left as it is."""
+    model = keyhole.load(tiny_model, device="cpu")
+    (model.module.model if "." in name else model.module).register_buffer("shift", torch.zeros(3))
+    parameters = match_names(model.module, model.layout, tiny_model)
+    assert name not in parameters and len(parameters) == len(model.layout.tensors)
+    found = match_names(model.module, model.layout, altered(tiny_model, tmp_path / "m", {in_file: torch.ones(3)}))
+    assert found == parameters | {name: in_file}
+
+
+def test_a_head_for_another_number_of_labels_is_drawn(tmp_path: Path) -> None:
+    """Where a head may be: its last layer is left out, all else is read; with as many labels nothing is left out."""
+    AutoModelForSequenceClassification.from_config(encoders.config("bert", 3)).save_pretrained(tmp_path)
+    last = {"classifier.weight", "classifier.bias"}
+    for labels, lacks in ((3, set()), (2, last)):
+        model = keyhole.load(encoders.config("bert", labels), init="random", device="cpu")
+        everything = frozenset(tensor.name for tensor in model.layout.tensors)
+        for may_lack in (frozenset(last), everything):
+            found = match_names(model.module, model.layout, tmp_path, may_lack)
+            assert found.keys() == everything - lacks
+    with pytest.raises(UserError, match=r"holds classifier.weight with shape \(3, 32\); config.json says \(2, 32\)"):
+        find_fit(model.module, model.layout, tmp_path)
+
+
+def test_names_that_transformers_must_match_are_read_by_it(tmp_path: Path) -> None:
+    """Experts one by one, where the module has stacks of them: the same weights; what is missing is named, and so is
+    what is left over."""
+    theirs = AutoModelForCausalLM.from_config(config("mixtral"))
+    theirs.save_pretrained(tmp_path / "m")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    assert any(".experts.1." in name for name in stored)
+    model = keyhole.load(tmp_path / "m", device="cpu", dtype="float32")
+    assert match_names(model.module, model.layout, tmp_path / "m") is None
+    mine = dict(model.named_tensors())
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.named_parameters() if name in mine)
+    assert len(mine) == len(model.layout.tensors)
+    assert "extra" in said(altered(tmp_path / "m", tmp_path / "e", {"extra": torch.ones(3)}))[0]
+    (tmp_path / "m" / "model.safetensors").unlink()
+    del stored["model.norm.weight"]
+    save_file(stored, tmp_path / "m" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks model.norm.weight \(1 tensors\); is it the right checkpoint"):
+        keyhole.load(tmp_path / "m", device="cpu")
 
 
 def test_codes_are_not_taken_for_weights(tiny_model: Path, tmp_path: Path) -> None:

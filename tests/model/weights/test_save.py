@@ -180,3 +180,13 @@ def test_a_generation_config_that_transformers_refuses_is_mended(model: keyhole.
         setattr(model.module.generation_config, name, value)
     model.save_pretrained(tmp_path / "out")
     assert not AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.do_sample
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_finds_one_bad_element(dtype: torch.dtype, value: float) -> None:
+    bad = torch.randn(100, 33).to(dtype)
+    bad[57, 4] = value
+    tensors = [("empty", torch.empty(0)), ("good", torch.ones(5, dtype=dtype)), ("bad", bad)]
+    assert hf.first_bad_tensor(tensors) == "bad"
+    assert hf.first_bad_tensor(tensors[:2]) is None
