@@ -70,5 +70,5 @@ def test_floors_follow_from_the_shapes() -> None:
 def test_a_model_that_is_not_there() -> None:
     """Its name is told, with those that are; OPT may be said before its sizes."""
     assert known("OPT-13B") == "13B"
-    with pytest.raises(UserError, match="Llama-8B.*Llama-7B"):
-        known("Llama-8B")
+    with pytest.raises(UserError, match="Llama-9B.*Llama-7B"):
+        known("Llama-9B")

@@ -63,7 +63,7 @@ def test_a_config_brings_its_settings(directory: Path, tmp_path: Path, capsys: p
         f"model: {directory}\nmethod: lomo\noutput_dir: {tmp_path / 'out'}\ntrain_data: x.jsonl\nmax_steps: 10\n"
         "batch_size: 8\nmax_length: 2048\nplacement: resident\n"
     )
-    assert main(["plan", str(config), "--machine", "laptop", "--gpu", "100MiB"]) == 0
+    assert main(["plan", str(config), "--machine", "laptop", "--gpu", "30MiB"]) == 0
     told = capsys.readouterr().out
     assert "step: 8 samples of 2,048 tokens" in told
     assert "method=lomo placement=resident does not fit; what would, cheapest first:" in told

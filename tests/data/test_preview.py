@@ -57,16 +57,14 @@ def test_packed_rows_show_their_samples(tmp_path: Path) -> None:
 
 
 def test_a_page_shows_the_first_rows_and_marks_what_is_trained(tmp_path: Path) -> None:
-    """The tokens of the preview, at most four samples, and of long runs both ends; colour marks the same tokens."""
+    """The tokens of the preview, of at most three rows, and of long runs both ends; colour marks the same tokens."""
     tok = tokenizer(chats.CHATML)
     rows = [{"messages": chat("Q" * n, "yes")} for n in (2, 500)]
     dataset = prepare(write(tmp_path, *rows), tok)
-    (where, told, words), (_, _, longer) = marked(dataset, tok)
-    assert (
-        where.endswith("a.jsonl, line 1") and told.endswith("tokens, 3 trained") and len(marked(dataset, tok, 1)) == 1
-    )
+    (where, told, words), (_, _, longer) = [(one.where, one.about, one.runs) for one in marked(dataset, tok)]
+    assert where.endswith("a.jsonl, line 1") and told.endswith("tokens, 3 trained")
     assert [is_trained for is_trained, _ in words] == [False, True, False]
     assert "".join(text for _, texts in words for text in texts) == tok.decode(dataset[0].input_ids)
     assert f" … {dataset.lengths[1] - 4 - 240:,} more … " in longer[0][1]
-    assert len(marked(prepare(write(tmp_path, *rows * 3), tok), tok, 6)) == 4
+    assert len(marked(prepare(write(tmp_path, *rows * 3), tok), tok)) == 3
     assert [line for line in preview(dataset, tok, color=True).splitlines() if GREEN in line][0].count("TRAINED") == 1

@@ -182,5 +182,5 @@ def test_questions_of_a_task_are_training_rows() -> None:
     data = load_data(DataSettings(**given, model="demo", max_length=128))
     assert len(data.train.dataset.lengths) == 8 and len(next(data.train)) == 1
     assert [len(task.questions) for tasks in (data.dev, data.test) for task in tasks] == [4, 4]
-    with pytest.raises(UserError, match="^task: "):
+    with pytest.raises(UserError, match="^no sample is left to train on"):
         load_data(DataSettings(**given, model="demo", max_length=2, overlong="drop"))

@@ -180,7 +180,7 @@ def test_a_refusal_names_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError, match=r"gpu_memory: 1.8GiB is below the minimum.*(?s:.)*What would fit") as caught:
         placement.place(llama_7b(), "stream", "1.8GiB", Wire(BF16), torch.device("cpu"), work)
     named = re.findall(r"^  (\S+=\S+)", str(caught.value), re.M)
-    assert len(named) == 2 and "max_length=128" in str(caught.value)
+    assert len(named) == 2 and "max_length=" in str(caught.value)
 
 
 def test_rates_survive_a_round_trip_and_refuse_nonsense() -> None:

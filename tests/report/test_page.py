@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from keyhole.data.report import Marked
 from keyhole.report import entries, parts
 from keyhole.report.curves import Curves
 from keyhole.report.entries import read_lines
 from keyhole.report.page import make_page
-from keyhole.report.story import Answer, Answers, Planned, Sample, Story, View
+from keyhole.report.story import Answer, Answers, Planned, Story, View
 
 
 def text(html: str) -> str:
@@ -39,7 +40,7 @@ def test_data_answers_and_decisions_are_shown_as_they_are() -> None:
     """Trained tokens are marked, the last answers come first, indented lines belong to the one before; markup of the
     data is text."""
     story = Story(lines=["start", "  dtype: <b>", "    one", "    two", "  free text", f"  {'k' * 25}: v"])
-    story.samples = [Sample("f.jsonl", "2 tokens", [(False, ["<i>"]), (True, ["x", "y"])])]
+    story.samples = [Marked("f.jsonl", "2 tokens", [(False, ["<i>"]), (True, ["x", "y"])])]
     made = parts.data(story)
     assert "f.jsonl · 2 tokens" in made and "<span>&lt;i&gt;</span><span class=on>x</span><span class=on>y" in made
     assert parts.answers(story) == ""
