@@ -44,8 +44,9 @@ class Written:
 class State:
     """keyhole_state.json. `config` is flat, by dotted key. `run` is the id of the run that wrote the checkpoint, `base`
     the content hash of the run's original model (None: unknown), which identifies a directory that was moved, and
-    `base_config` the numbers of its config.json (config_files.py `identity`); `selection` says which rows and questions
-    evaluations are made on, whose numbers alone can be compared."""
+    `base_config` the numbers of its config.json (config_files.py `identity`); `pass_tokens` the most tokens of a pass,
+    where micro-batches are split; `selection` says which rows and questions evaluations are made on, whose numbers
+    alone can be compared."""
 
     step: Annotated[int, Limit(0, MOST_STEPS)]
     loader: Json = field(default_factory=dict)
@@ -57,6 +58,7 @@ class State:
     run: str | None = None
     base: str | None = None
     base_config: Json | None = None
+    pass_tokens: Annotated[int, Limit(1)] | None = None
     selection: Json | None = None
 
     @property

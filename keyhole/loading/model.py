@@ -127,6 +127,9 @@ def load(
             memory_limit(device).admit(changes, placed.budget_bytes)
         options = EngineOptions(slot_count=slot_count, overlap=overlap, reuse_slots=reuse_slots, chaos=chaos)
         engine = make_engine(ready, device, work, ranks, options)
+        if ranks.several:  # all split a step alike, whatever memory each has
+            limits = [tokens for tokens in ranks.objects(placed.pass_tokens) if tokens is not None]
+            placed.pass_tokens = min(limits, default=None)
         _move_buffers(module, device)
         tokenizer, at = found.read_tokenizer() if tokenizer is None else tokenizer, found.directory
         loaded = Model(

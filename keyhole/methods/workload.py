@@ -39,12 +39,17 @@ class Workload:
     chooses: bool = False  # loss: candidates
     rows: int | None = None  # of the training data; None: unknown
     trained: float | None = None  # tokens of a row that are trained, those of all candidates; None: unknown
+    pass_tokens: int | None = None  # of the passes that the run had before: kept where they fit
     parks: bool = False  # what passes hold between blocks waits in host memory
 
     @property
     def batch(self) -> int:
         """Rows of a pass, as far as they are known."""
         return max(1, self.tokens // self.length) if self.length and not self.chooses else 1
+
+    @property
+    def is_as_before(self) -> bool:
+        return self.pass_tokens is not None and self.length is not None and self.tokens == self.pass_tokens
 
     def split(self, rows: int) -> Workload:
         """The same step, every pass of which is split into several of at most so many rows."""

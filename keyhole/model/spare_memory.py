@@ -29,6 +29,7 @@ class Placed(Protocol):
     budget_bytes: int | None
     limit_bytes: int | None
     pass_tokens: int | None
+    parks: bool
     workspace_bytes: int
     work: Any
     adapter: Any
@@ -97,7 +98,9 @@ class SpareMemory:
         if placed is None or placed.budget_bytes is None:
             return True
         work = placed.work
-        return not placed.is_for_another_method and len(tokens) <= work.passes and max(tokens, default=0) <= work.tokens
+        return not placed.is_for_another_method and (
+            sum(tokens) <= work.passes * work.tokens and max(tokens, default=0) <= work.tokens
+        )
 
     def left(self) -> int:
         """Bytes that are left now."""

@@ -90,8 +90,11 @@ class Costs:
         limit, found = self.room.limit_bytes, self._of(layout, streamed, self._keeping("block"))
         if limit is None or found.total <= limit:
             return found
-        found = self._of(layout, streamed, self._waiting(layout))
+        work = self._waiting(layout)
+        found = self._of(layout, streamed, work)
         assert isinstance(found, ReverseBytes)
+        if work.parks:
+            return found
         each = backward.input_bytes(layout, self.work.tokens * self.work.passes, self.room.formats.dtype.itemsize)
         return replace(found, kept=found.kept + each * max(0, int((limit - found.total) / ALLOCATOR_SLACK / each)))
 
@@ -111,7 +114,8 @@ class Costs:
     def _waiting(self, layout: Layout) -> Workload:
         """With inputs in host memory; and what passes hold between blocks, where nothing else would fit."""
         work, everything = self._keeping("host"), {unit.index for unit in layout.units[1:]}
-        tight = work.passes > 1 and self._of(layout, everything, work).total > (self.room.limit_bytes or math.inf)
+        may_park = work.passes > 1 and not layout.has_expert_units and not self.cut(layout)
+        tight = may_park and self._of(layout, everything, work).total > (self.room.limit_bytes or math.inf)
         return replace(work, parks=tight)
 
     @property
@@ -167,6 +171,8 @@ class Costs:
         elif own.micro_batch_size != "auto":
             yield replace(self, work=self.work.split(int(own.micro_batch_size)))
         else:
+            if self.work.pass_tokens is not None and self.work.length and budget is not None:
+                yield replace(self, work=self.work.split(max(1, self.work.pass_tokens // self.work.length)))
             yield self
             while budget is not None and rows > 1:
                 rows = -(-rows // 2)
@@ -221,7 +227,7 @@ def split(
             refused = error
             continue
         found.append((host_bytes(layout, streamed, costs.room.formats), (one, layout, streamed)))
-        if not streamed or (costs.row is not None and costs.row.sweep == "forward"):
+        if not streamed or (costs.row is not None and costs.row.sweep == "forward") or one.work.is_as_before:
             break
     if not found:
         assert refused is not None

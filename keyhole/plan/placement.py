@@ -63,6 +63,7 @@ class Placement:
     warned: bool = False  # of a step that is larger than planned
     step: Workload | None = None  # the last one, as it was
     pass_tokens: int | None = None  # a longer pass is split, if its rows can be parted
+    parks: bool = False  # passes wait in host memory between blocks
     splits: int = 1  # passes of a micro-batch of the planned size
     is_for_another_method: bool = False  # a method was made for which the budget was not planned
 
@@ -113,7 +114,7 @@ class Placement:
             length=length,
             settings=settings,
         )
-        larger = self.work.method in METHODS and any(map(gt, _sizes(self.step)[0], _sizes(self.work)[0]))
+        larger = self.work.method in METHODS and _exceeds(self.step, self.work)
         if larger and self.budget_bytes is not None and not self.warned:
             self.warned = True
             warn(f"gpu_memory: {self.compared}")
@@ -127,7 +128,7 @@ class Placement:
         (planned, told), (own, also_told), row = _sizes(work), _sizes(step), METHODS[step.method]
         budget = "this model" if self.budget_bytes is None else about(self.budget_bytes)
         found, most = f"{budget} was planned for {told}, and a step is {also_told}", tuple(map(max, planned, own))
-        if most == planned:
+        if not _exceeds(step, work):
             return found
         asked = f'"{step.method}", passes={most[0]}, tokens={most[1]}' + (f", length={most[2]}" if most[2] else "")
         if step.settings is not None and step.settings.keeps != row.settings().keeps:
@@ -144,6 +145,12 @@ def _sizes(work: Workload) -> tuple[tuple[int, ...], str]:
     words = (f" in rows of {length:,}" if length else "") + (f", activations={keeps}" if keeps else "")
     told = f"{work.method} ({work.passes:,} x {work.tokens:,} tokens{words})"
     return (work.passes, work.tokens, length, KEPT.get(keeps or "", 0)), told
+
+
+def _exceeds(step: Workload, planned: Workload) -> bool:
+    """Whether a step is larger than the planned one: in all, or one of its passes."""
+    sizes = ((passes * tokens, tokens, *rest) for passes, tokens, *rest in (_sizes(step)[0], _sizes(planned)[0]))
+    return any(map(gt, *sizes))
 
 
 def place(
@@ -170,10 +177,12 @@ def place(
     def cut(costs: Costs) -> tuple[Layout, set[int]]:
         layout, streamed = _cut(module, whole, placement, budget, costs, device)
         _check_host(layout, streamed, costs, placement)
+        if budget is None and limit is not None and costs.is_planned and costs.of(layout, streamed).total > limit:
+            raise too_small(limit, costs.of(layout, streamed), costs.work, streamed=bool(streamed))
         return layout, streamed
 
     try:
-        costs, layout, streamed = split(costs, budget, cut)
+        costs, layout, streamed = split(costs, limit, cut)
     except DoesNotFit as refused:
         fills = placement == "stream" and gpu_memory is not None  # as auto does
         how = "auto" if fills else placement
@@ -181,7 +190,9 @@ def place(
     planned, slots = costs.of(layout, streamed), costs.slot_count(layout) if streamed else 0
     placed = Placement(streamed, slots, planned, costs.work, formats, room.workspace_bytes, budget, limit)
     placed.splits = costs.work.passes // work.passes
-    placed.pass_tokens = costs.work.tokens if budget is not None and costs.is_planned else None
+    placed.parks = costs.work_of(layout, streamed).parks
+    if costs.is_planned and (budget is not None or placed.splits > 1):
+        placed.pass_tokens = costs.work.tokens
     placed.reasons = _reasons(module, layout, placed, placement, costs, device)
     return layout, placed
 

@@ -48,7 +48,14 @@ from keyhole.training.reports import open_reports
 from keyhole.training.run import Run
 from keyhole.training.saving import Saver, describe, refuse_full_disk
 from keyhole.training.signals import Interrupts
-from keyhole.training.start import Parts, flat_config, same_directory, same_everywhere, same_weights
+from keyhole.training.start import (
+    Parts,
+    flat_config,
+    same_directory,
+    same_everywhere,
+    same_weights,
+    split_lines,
+)
 from keyhole.training.validation import Judge, Selection
 
 
@@ -139,6 +146,7 @@ def lead(
         writer.lines if config.save_model else [],
         describe(config, writer),
         notes,
+        split_lines(origin.choice.state, model.pass_tokens),
         [str(parts.waiting)],
     ]
     lines = block(config.method, config.model, groups)
@@ -173,6 +181,7 @@ def lead(
             run=run_id,
             base=known.base,
             base_config=known.base_config,
+            pass_tokens=model.pass_tokens,
             selection=judged,
         )
         reports = open_reports(run, display, run_id, lines, metrics.kept, machine)

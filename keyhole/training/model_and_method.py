@@ -21,6 +21,7 @@ import keyhole
 from keyhole import ops
 from keyhole.checkpoint import select
 from keyhole.checkpoint.resume import Origin
+from keyhole.checkpoint.state import State
 from keyhole.checkpoint.writer import method_state
 from keyhole.config import TrainConfig
 from keyhole.config.fields import around, own_settings
@@ -87,7 +88,7 @@ def load_model(config: TrainConfig, choice: select.Choice, data: Data, ranks: Ra
         adapter=source == config.model,  # in a checkpoint, adapters are part of the method's state
         tokenizer=data.tokenizer,
         seed=config.seed,
-        workload=workload(config, data),
+        workload=workload(config, data, choice.state),
         graphs=config.offload.graphs,
         reverse_graphs=config.offload.graphs,
     )
@@ -122,8 +123,9 @@ def make_method(model: Model, config: TrainConfig, origin: Origin, data: Data) -
     return method
 
 
-def workload(config: TrainConfig, data: Data) -> Workload:
-    """The workload for the memory plan: passes over the largest micro-batch that the data can make."""
+def workload(config: TrainConfig, data: Data, state: State | None = None) -> Workload:
+    """The workload for the memory plan: passes over the largest micro-batch that the data can make. state: of the
+    checkpoint that the run resumes from, whose passes it keeps if they fit."""
     trains = data.train.dataset
     own = own_settings(config)
     return Workload(
@@ -132,11 +134,12 @@ def workload(config: TrainConfig, data: Data) -> Workload:
         passes=config.gradient_accumulation_steps * own.passes,
         settings=own,
         clips=config.max_grad_norm is not None,
-        length=max(1, trains.longest_row()),
+        length=max(1, data.train.padding.width(trains.longest_row())),
         steps=total_steps(config, data.train.steps_per_epoch),
         chooses=config.loss == "candidates",
         rows=len(trains),
         trained=trains.trained.sum() / len(trains),
+        pass_tokens=None if state is None else state.pass_tokens,
     )
 
 
@@ -154,7 +157,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     source = find_source(name, wire=config.wire, head=config.head, num_labels=labels, download=False)
     check_loss(source.config)
     outline = source.outline(config.dtype or AUTO, device, config.method, config.freeze, config.expert_units)
-    ready = outline.place(config.placement, config.gpu_memory, device, workload(config, data))
+    ready = outline.place(config.placement, config.gpu_memory, device, workload(config, data, choice.state))
     weights = ["weights: on the hub, not checked"]
     if source.directory is not None:
         weights = check_weights(ready.module, ready.layout, source.directory, fresh_head=config.head is not None)

@@ -65,8 +65,8 @@ SAFE = {
     "warmup_ratio", "warmup_steps", "weight_decay", "max_grad_norm", "num_eval", "test_task", "eval_data", "eval_steps",
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience", "save_model",
     "save_steps", "save_total_limit", "logging_steps", "report_to", "sample_answers", "output_dir", "data_cache",
-    "device", "placement", "gpu_memory", "background_save", "journal_sync", "rank_timeout", "push_to_hub",
-    "hub_model_id", "hub_private_repo",
+    "device", "placement", "gpu_memory", "micro_batch_size", "background_save", "journal_sync", "rank_timeout",
+    "push_to_hub", "hub_model_id", "hub_private_repo",
 }  # fmt: skip
 DATA = ("train_data", "task_data")  # their content is checked when they are read
 SAFE |= {f"{row.section}.{key}" for row in METHODS.values() for key in row.may_change}
@@ -239,6 +239,15 @@ def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> lis
     then, now = state.versions, versions()
     other = [f"{name} {then.get(name)} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]
     return lines + [f"resume: {change}: equal to the last bit only with the same version" for change in other]
+
+
+def split_lines(state: State | None, pass_tokens: int | None) -> list[str]:
+    """A line where a resumed run splits its micro-batches otherwise than before."""
+    before = None if state is None else state.pass_tokens
+    if state is None or before == pass_tokens:
+        return []
+    then, now = (f"of at most {size:,} tokens" if size else "whole micro-batches" for size in (before, pass_tokens))
+    return [f"resume: passes were {then}, and are {now} now: sums are rounded otherwise from here on"]
 
 
 def same_everywhere(ranks: Ranks, config: TrainConfig, data: Data) -> None:

@@ -42,7 +42,7 @@ from keyhole.methods.zo.recorded_step import RecordedSteps
 from keyhole.methods.zo.traits import ZO as ROW
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending, Update
-from keyhole.model.batch import Batch
+from keyhole.model.batch import Batch, split_all
 from keyhole.model.forward.blocks import compile_forward
 from keyhole.model.structure.layout import Unit
 
@@ -123,7 +123,8 @@ class ZO(Method):
     def look_ahead(self, batches: Sequence[Batch]) -> None:
         if self.guide is None:
             raise UserError("look_ahead: directions are random, and nothing is found from rows; make ZO with guide=N")
-        self.guide.ahead = self.model.checked(batches, of_step=False)
+        most = self.model.pass_tokens and max(self.model.pass_tokens, self.guide.tokens)
+        self.guide.ahead = split_all(self.model.checked(batches, of_step=False), "auto", most)
 
     # -- between steps ---------------------------------------------------------------------------------------------
 

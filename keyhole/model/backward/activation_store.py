@@ -37,6 +37,7 @@ class HostActivation:
 
     store: "ActivationStore"
     on_host: torch.Tensor
+    buffer: torch.Tensor  # its memory there
     on_device: torch.Tensor | None = None
     arrived: Any = None
 
@@ -58,7 +59,7 @@ class HostActivation:
 
     def release(self) -> None:
         """Its pinned buffer may be reused."""
-        self.store.free[self.on_host.numel(), self.on_host.dtype].append(self.on_host.view(-1))
+        self.store.free.append(self.buffer)
 
 
 class Parked:
@@ -87,25 +88,30 @@ class ActivationStore:
     def __init__(self, device: torch.device, may_move: bool) -> None:
         self.device, self.may_move, self.first_kept, self.parks = device, may_move, 0, False
         self.cuda = device.type == ACCELERATOR
-        self.free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self.free: list[torch.Tensor] = []
         self.side: Any = accelerator.Stream(device) if self.cuda and may_move else None
         self.parked: dict[int, list[Parked]] = {}  # by pass
 
-    def begin(self, blocks: int, passes: int, each_bytes: int, room_bytes: int | None, all_move: bool) -> None:
+    def begin(self, blocks: int, each_bytes: int, room_bytes: int | None, all_move: bool, parks: bool | None) -> None:
         """A step begins, with so many bytes of inputs for each block, and room for so many of all of them (None: no
-        limit). all_move: inputs of all blocks wait in host memory."""
-        self.parked.clear()
+        limit). all_move: inputs of all blocks wait in host memory. parks: whether passes are parked; None: where there
+        is no room for those of three blocks."""
         self.first_kept, self.parks = 0, False
         if self.may_move:
             self.first_kept = blocks if all_move else first_kept(blocks, each_bytes, room_bytes)
             tight = room_bytes is not None and room_bytes < IN_FLIGHT * each_bytes
-            self.parks = passes > 1 and self.first_kept > 0 and tight
+            self.parks = self.first_kept > 0 and (tight if parks is None else parks)
 
     def move(self, x: torch.Tensor) -> HostActivation:
-        """Starts the D2H copy."""
+        """Starts the D2H copy, to the smallest buffer that is large enough."""
         x = x.contiguous()
-        buffers = self.free.setdefault((x.numel(), x.dtype), [])
-        host = buffers.pop() if buffers else torch.empty(x.numel(), dtype=x.dtype, pin_memory=self.cuda)
+        fitting = [i for i, one in enumerate(self.free) if one.nbytes >= x.nbytes]
+        if fitting:
+            buffer = self.free.pop(min(fitting, key=lambda i: self.free[i].nbytes))
+        else:
+            self.free[:1] = []  # too small, as all others
+            buffer = torch.empty(x.nbytes, dtype=torch.uint8, pin_memory=self.cuda)
+        host = buffer[: x.nbytes].view(x.dtype)
         if self.side is None:
             host.copy_(x.view(-1))
         else:
@@ -113,7 +119,7 @@ class ActivationStore:
             with accelerator.stream(self.side):
                 host.copy_(x.view(-1), non_blocking=True)
             x.record_stream(self.side)
-        return HostActivation(self, host.view(x.shape))
+        return HostActivation(self, host.view(x.shape), buffer)
 
     def copy_up(self, host: torch.Tensor, x: torch.Tensor) -> Any:
         """Starts the H2D copy to memory that the current stream has just allocated; returns its event."""
@@ -137,7 +143,7 @@ class ActivationStore:
         """The input of a block, moved to host memory if it is to wait there. What was parked there is there."""
         if block >= self.first_kept:
             return x.detach()
-        moved, version = getattr(x, "keyhole_moved", (None, None))
+        moved, version = vars(x).pop("keyhole_moved", (None, None))  # once: another user moves it again
         return moved if moved is not None and version == x._version else self.move(x.detach())
 
     # -- passes that wait --------------------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ class Reverse:
                 self.tape, self.hidden = Tape(self.store), []
                 self.vocabulary.forget()
                 self.gradients.end()
+                self.store.parked.clear()
                 if self.recorded is not None:
                     self.recorded.leave()
                 if self.experts is not None:
@@ -201,13 +202,20 @@ class Reverse:
             recorded = None
         room = None if self.model.placed is None or recorded is not None else self.model.placed.input_bytes
         each = input_bytes(self.layout, sum(tokens), self.model.dtype.itemsize)
-        self.store.begin(len(self.model.blocks), len(tokens), each, room, all_move=self.activations == "host")
+        self.store.begin(len(self.model.blocks), each, room, self.activations == "host", self._parks(len(tokens)))
         first_kept = math.inf
         if recorded is None and (self.compiled is not None or self.keeps_all):
             first_kept = 0
         elif recorded is None and self.kept is not None:
             first_kept = self.kept.first_kept(sum(tokens))
         return Tape(self.store, first_kept, self.compiled, recorded, may_draw)
+
+    def _parks(self, passes: int) -> bool | None:
+        """Whether passes are parked between blocks; None: where they must. Ranks visit the head alike, however many
+        tokens each has; experts stop passes inside of a block."""
+        if passes == 1 or self.model.sharded or self.layout.has_expert_units:
+            return False
+        return True if self.model.placed is not None and self.model.placed.parks else None
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 

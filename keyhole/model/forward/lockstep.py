@@ -79,6 +79,7 @@ class Lockstep:
             for one in passes:  # after an error: unwinds those that wait
                 with suppress(Exception):
                     one.stack.throw()
+            self.holds.clear()
 
     def _next(self, waiting: list[Pass]) -> Unit | None:
         """The unit to serve: the lowest expert that a pass waits for, else the unit that the first pass waits for. For

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 import keyhole
 from keyhole.methods import METHODS
@@ -72,6 +73,42 @@ def test_parked_passes_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch)
 def test_with_every_method(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     same = partial(results, "llama", method, monkeypatch=monkeypatch)
     assert all(map(torch.equal, same(parks=True), same(parks=False)))
+
+
+@pytest.mark.parametrize("skips", ["twice", "earlier"])
+def test_a_block_that_gets_a_parked_tensor_again(skips: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block also gets its own input once more, or that of the block before: each user has it to itself."""
+    own = modeling_llama.LlamaDecoderLayer.forward
+
+    def layer(self: Any, x: torch.Tensor, *args: Any, more: torch.Tensor | None = None, **how: Any) -> torch.Tensor:
+        y = own(self, x, *args, **how)
+        return y if more is None else y + 0.5 * more
+
+    def forward(self: Any, input_ids: torch.Tensor, **unused: Any) -> Any:
+        x, before = self.embed_tokens(input_ids), None
+        where = torch.arange(x.shape[1])[None]
+        how = {"position_ids": where, "position_embeddings": self.rotary_emb(x, position_ids=where)}
+        for i, one in enumerate(self.layers):
+            more = x if skips == "twice" else before
+            before, x = x, one(x, more=more if i == len(self.layers) - 1 else None, **how)
+        return modeling_llama.BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", layer)
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
+    same = partial(results, "llama", "lomo", monkeypatch=monkeypatch)
+    assert all(map(torch.equal, same(parks=True), same(parks=False)))
+
+
+def test_buffers_do_not_grow_with_the_shapes_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the largest step needs at once."""
+    work = keyhole.Workload("lomo", tokens=80, passes=3)
+    opt = make("lomo", load("llama", placement="stream", gpu_memory="64MiB", workload=work))
+    moving(opt)
+    counts = []
+    for length in (40, 7, 12, 39, 23, 31, 9, 40):
+        opt.step([batch(rows=2, length=length, seed=k) for k in range(3)])
+        counts.append(len(opt.reverse.store.free))
+    assert max(counts) == counts[0] == counts[-1]
 
 
 @pytest.mark.gpu
