@@ -60,7 +60,8 @@ def test_a_plan_covers_steps_of_its_size_and_method() -> None:
     for budget in (None, 100):
         spare = SpareMemory(placed(budget, 40), torch.device("cpu"))
         assert spare.covers() and spare.covers([16, 9])
-        found = [spare.covers([17]), spare.covers([1, 1, 1])]
+        assert spare.covers([8, 8, 8, 8])  # in more passes, but no more in all
+        found = [spare.covers([17]), spare.covers([16, 16, 1])]
         spare.placed.is_for_another_method = True  # type: ignore[union-attr]
         assert [*found, spare.covers()] == [budget is None] * 3
 
