@@ -15,7 +15,12 @@ from tests.model.candidates import candidate_batch
 from tests.model.decoders import batch
 from tests.model.streaming import assert_trained_alike, streamed
 
-RANDOM = {"zo": 1e-4, "lsp": 1e-3, "galore": 1e-3}  # what rounding becomes where differences or fits are learned from
+RANDOM = {
+    "zo": 1e-4,
+    "lsp": 1e-3,
+    "galore": 1e-3,
+    "muon": 1e-3,
+}  # what rounding becomes behind differences, fits, products
 
 
 def rows(t: int, kind: str = "text") -> dict[str, torch.Tensor]:
