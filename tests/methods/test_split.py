@@ -20,7 +20,7 @@ RANDOM = {
     "lsp": 1e-3,
     "galore": 1e-3,
     "muon": 1e-3,
-}  # what rounding becomes behind differences, fits, products
+}  # what rounding becomes
 
 
 def rows(t: int, kind: str = "text") -> dict[str, torch.Tensor]:
